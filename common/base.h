@@ -1,5 +1,5 @@
 // base.h: what every program needs before its first tensor: errors that name their cause, the option table,
-// printing from one rank, progress, and a sound start.
+// printing from one rank, progress, and start-up.
 #ifndef BASE_H
 #define BASE_H
 
@@ -20,9 +20,9 @@ extern "C" {
 #define NO_RETURN
 #endif
 
-// ---- errors ---- Exit statuses: 0 a PASS verdict, 1 a FAIL verdict, 2 wrong use or a broken environment,
-// 3 an UNPROVEN verdict (report.h); as a shell counts signals, 130 interrupted (Ctrl-C), 141 nobody reads
-// the output any more.
+// ---- errors ---- Exit statuses: 0 for a PASS verdict, 1 for a FAIL verdict, 2 for wrong usage or a broken
+// environment, 3 for an UNPROVEN verdict (report.h). As in a shell, a signal adds 128: 130 when interrupted
+// (Ctrl-C), 141 when nobody reads the output any more.
 enum {
     STATUS_PASS = 0,
     STATUS_FAIL = 1,
@@ -35,82 +35,84 @@ enum {
 // Ends the program with one sentence on stderr, "<program>: <sentence>", and STATUS_USAGE.
 void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 
-// This program is rank `rank` of `ranks` from now on: rank 0 alone prints with say() and
-// progress(), and fatal() puts the rank before its sentence and hands both to `end`, which must end
-// all ranks. Before that a program that mpirun started knows its rank from the environment, so that
-// it is silent where it should be.
+// From now on this process is rank `rank` of `ranks`: say() and progress() print on rank 0 only, and
+// fatal() puts the rank before its sentence and passes sentence and status to `end`, which must end all
+// ranks. Before this call a program started by mpirun takes its rank from the environment, so that ranks
+// other than 0 are silent from the start.
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
 int base_rank(void);
-// Of how many processes mpirun or srun has started this one: 1 without them.
+// How many processes mpirun or srun started, this one included; 1 without them.
 int base_launched(void);
 
-// Whether `act` would end the program: the sentence, without the program's name, or NULL where it returns.
-// For checks that own nothing: what act holds when it is fatal, nobody frees. Static buffer.
+// Runs `act` and tells whether it would have ended the program by fatal(): returns the sentence, without
+// the program's name, or NULL if act returned. Only for checks that own nothing: what act holds when it
+// calls fatal() is never freed. Static buffer.
 const char *refusal(void (*act)(const void *context), const void *context);
 
-// What fatal() says before its sentence from now on: "step 12"; NULL for nothing.
+// From now on fatal() puts this text before its sentence ("step 12"); NULL removes it.
 void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// The one check macro: when the condition does not hold, the sentence that follows says
-// what broke, and all ends.
+// The one check macro: if the condition does not hold, it is fatal with the sentence that follows, which
+// says what is wrong.
 #define CHECK(condition, ...)                 \
     do {                                      \
         if (!(condition)) fatal(__VA_ARGS__); \
     } while (0)
 
-// Host memory that is never NULL. The caller frees it with free(). Fatal where the machine, or the control
-// group, has not so much left: Linux would promise it and kill the program that believes it.
+// Host memory, uninitialized, never NULL. The caller frees it with free(). Fatal if the machine or the
+// control group has less left than that: Linux would promise the memory, and kill the program once it used
+// it.
 void *host_alloc(size_t bytes);
-// Bytes that the machine, or this process's control group, has left, without the files that it keeps in
-// memory; INFINITY where that is not known.
+// Bytes that the machine and this process's control groups have left, counting as free the memory that only
+// caches files; INFINITY if not known.
 double host_memory_left(void);
-// Bytes of this process that it has written to: memory that was only asked for is not there yet.
+// Bytes of memory that this process has written to; memory allocated but never written does not count.
 double host_memory_written(void);
-// Of so many cores, as many as this process's control groups give it the time of (docker run --cpus), at
-// least 1: more threads than that would stand still together for a part of each period.
+// How many of `cores` cores this process's control groups allow it the time of (docker run --cpus), at
+// least 1. With more threads than that, the kernel would stop all of them for a part of each period.
 int host_cores(int cores);
-// The s of "2 ranks": "" for 1.
+// The s of "2 ranks"; "" if n is 1.
 const char *plural(int64_t n);
-// A formatted string of its own. The caller frees it.
+// The formatted text in memory of its own, which the caller frees.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// A text from a file as a sentence may show it, without what would command the reader's terminal, and of at
-// most 99 letters. Rotates over 4 static buffers.
+// A text read from a file, made safe to show in a message: at most 99 characters, with '?' for all that is
+// not printable ASCII and might command the reader's terminal. Rotates over 4 static buffers.
 const char *printable(const char *text);
 
 // ---- start ----
 
 // First call of every main. Remembers the program's name for messages, tunes malloc for large reused
-// buffers, picks the thread count (OMP_NUM_THREADS, else what host_cores leaves of all cores), and makes
-// sure that the BLAS runs its best kernel for this processor: OpenBLAS chooses when it is loaded, so when it
-// chose below what the processor has and nobody pinned it, the program starts itself once more with
-// OPENBLAS_CORETYPE set. Standard streams that were closed are opened on /dev/null, so that no file of ours
-// takes their numbers.
+// buffers, picks the thread count (OMP_NUM_THREADS, else what host_cores allows of all cores), and makes
+// sure that the BLAS runs its best kernel for this processor. OpenBLAS chooses its kernel when it is
+// loaded; if it chose one below what the processor supports and nobody pinned it, the program restarts
+// itself once with OPENBLAS_CORETYPE set. Standard streams that were closed are opened on /dev/null, so
+// that no file opened later gets their descriptors.
 void base_start(int argc, char **argv);
-// "OpenBLAS 0.3.21 SkylakeX, 2 threads"; a pinned kernel below the processor's is warned of
-// here, once, on stderr.
+// "OpenBLAS 0.3.21 SkylakeX, 2 threads". Warns once, on stderr, if a kernel below what the processor
+// supports was pinned.
 const char *base_blas_name(void);
 // File name of the running program without its folder.
 const char *base_program(void);
 // Seconds on a monotonic wall clock.
 double wall_seconds(void);
 
-// ---- options: one table makes the parser, the defaults and --help ----
+// ---- options: one table gives the parser, the defaults and --help ----
 typedef enum OptionType {
     OPTION_INT,
     OPTION_REAL,
     OPTION_TEXT,
-    OPTION_OUTPUT,  // a TEXT, the name of a file to write; whether that works is tried at once (files.h)
+    OPTION_OUTPUT,  // a TEXT that names a file to write, which is checked at once (files.h)
     OPTION_CHOICE,
     OPTION_FLAG,
-    OPTION_HEADING,  // no flag: its name stands above those that follow, in --help
+    OPTION_HEADING,  // not a flag: in --help its name is the heading of the flags that follow
 } OptionType;
 
 typedef struct Option {
     const char *name;  // without the dashes: "micro-batch"
     OptionType type;
     void *target;  // int64_t * | double * | const char ** (TEXT, OUTPUT) | int * (of the choice) | bool *
-    const char *standard;  // the default, as one would type it; NULL: leaves *target alone (FLAG: false)
+    const char *standard;  // the default, as a user would type it; NULL: *target stays (FLAG: false)
     double min, max;       // bounds of INT and REAL, inclusive
     const char *
         detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: its name in --help, "FILE"
@@ -118,32 +120,31 @@ typedef struct Option {
     bool given;        // set by options_parse: the user typed it
 } Option;
 
-// Fills every target: first the defaults, then what was typed ("--name value" or "--name=value"). Prints
-// --help from the same table and exits 0. Anything unknown or out of bounds is fatal and named; a name that
-// other programs of this book have, and this one has not, is told so. Targets of TEXT point into argv.
-// purpose is one line of --help; further lines of it are shown as examples.
+// Sets every target: first to its default, then to what the user typed ("--name value" or "--name=value").
+// For --help prints the table and exits 0. An unknown flag or a value out of bounds is fatal, and the
+// sentence names it; it also says if another program of this book has the flag. Targets of type TEXT point
+// into argv. `purpose` is the first line of --help; further lines of it are shown as examples.
 void options_parse(int argc, char **argv, const char *purpose, Option *table, int count);
-// The first flag of the table that was typed and is one of these names ("dp tp"), or NULL.
+// The first flag in the table that is one of these names ("dp tp") and was typed, or NULL.
 const char *option_given(const Option *table, int count, const char *names);
-// Refuses those of these flags that were typed: without the reader nothing would read them.
+// Fatal if one of these flags was typed: they mean nothing without `reader`, which would read them.
 void options_need(const Option *table, int count, const char *names, const char *reader);
 
 // ---- printing ----
-// One line, from one rank: rank 0 prints, the others are silent. The newline is added
-// where the format has none. When nobody reads any more (`| head`), all ranks end at once, without a word.
+// Prints one line, on rank 0 only; a newline is added if the format has none. When nobody reads the output
+// any more (`| head`), all ranks end at once, silently.
 void say(const char *format, ...) PRINTF_LIKE(1, 2);
-// Columns of the terminal; 100 in a log. Ranks know it from the program that started them.
+// Columns of the terminal, 100 in a log. Ranks under mpirun take those of the terminal that mpirun prints to.
 int terminal_columns(void);
 // The text in a color on a terminal, itself in a log or where NO_COLOR is set. Static buffer.
 typedef enum Color { COLOR_RED = 31, COLOR_GREEN = 32, COLOR_YELLOW = 33 } Color;
 const char *colored(const char *text, Color color);
-// A progress line: on a terminal it rewrites itself with a bar and the time left; in a log a plain line
-// about every tenth of the way. `done` counts from 1; `text` is what to say about this step.
+// A progress line: on a terminal a line that rewrites itself, with a bar and the time left; in a log a
+// plain line about every tenth of the way. `done` counts from 1; `text` says something about this step.
 void progress(int64_t done, int64_t total, const char *text);
-// The same for work of which a log says nothing: the line is gone when `done` has reached `total`.
+// The same, but on a terminal only, and the line disappears when `done` reaches `total`.
 void progress_on_terminal(int64_t done, int64_t total, const char *text);
-// 1536 -> "1.54 kB", 2.1e9 -> "2.10 GB" (powers of ten, as the playbook counts). Rotates
-// over 8 static buffers.
+// 1536 -> "1.54 kB", 2.1e9 -> "2.10 GB" (powers of ten, as in the playbook). Rotates over 8 static buffers.
 const char *bytes_text(double bytes);
 const char *flops_text(double flops);  // "21.2 GFLOP"
 

@@ -1,17 +1,18 @@
-// attention_mask.h: who may see whom in attention, where tokens are stored in any order and on any rank.
+// attention_mask.h: which keys each query may see in attention, wherever and in whatever order tokens are
+// stored.
 //
 // A token has a position in its sequence and belongs to a document. A query sees the keys of its own
-// document at its own position and before it. What of a mask is empty, and what is full, is known tile by
-// tile from the least and the greatest position and document of either side, so that memory stays linear in
-// the sequence:
+// document at its own position and before it. Which tiles of the scores are empty and which are full
+// follows from the least and greatest position and document on either side, so the memory is linear in the
+// sequence length:
 //
 //     keys ->
-//     o / . .      a square of the picture is ATTENTION_TILE queries by as many keys
+//     o / . .      a square of the picture is ATTENTION_TILE queries by ATTENTION_TILE keys
 //     o o / .      o full:    computed without a mask
 //     o o o /      / partial: computed, and masked entry by entry
 //     o o o o      . empty:   never read
 //
-// Positions and documents are known on the host as well: a dry run counts, and has no device to ask.
+// Positions and documents are kept on the host as well, for a dry run, which counts but has no device.
 #ifndef ATTENTION_MASK_H
 #define ATTENTION_MASK_H
 
@@ -23,7 +24,7 @@ extern "C" {
 
 enum { ATTENTION_TILE = 64 };
 
-// The least and the greatest of up to ATTENTION_TILE tokens.
+// The least and greatest position and document among up to ATTENTION_TILE tokens.
 typedef struct TileBounds {
     int32_t first_position, last_position, first_document, last_document;
 } TileBounds;
@@ -37,11 +38,11 @@ typedef struct AttentionPositions {
     Tensor bounds;                 // (b, tiles, 4) i32 on the device
 } AttentionPositions;
 
-// position, document (b, s) host, copied; documents count from 0, NULL: all belong to one.
-// attention_positions_free ends it.
+// position, document: (b, s) in host memory, copied. Documents are numbered from 0; NULL: all tokens belong
+// to one. The caller ends it with attention_positions_free.
 AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *position,
                                            const int32_t *document);
-// Tokens 0 to s - 1 of each sample, one document: all of a sequence on one device.
+// Positions 0 to s - 1 in order, in one document: a whole sequence on one device.
 AttentionPositions attention_positions_whole(int64_t b, int64_t s);
 void attention_positions_free(AttentionPositions *positions);
 
@@ -55,22 +56,22 @@ static inline TileState attention_tile(TileBounds q, TileBounds k) {
     return one_document && q.first_position >= k.last_position ? TILE_FULL : TILE_PARTIAL;
 }
 
-// What a kernel without tables of positions can compute: every query sees every key, or token i of the keys
-// is that of the queries and sees those up to itself.
+// Masks that a kernel can apply without tables of positions. FULL: every query sees every key. CAUSAL:
+// queries and keys are the same tokens in order, and each sees those up to itself. ANY: neither.
 typedef enum MaskShape { MASK_ANY, MASK_FULL, MASK_CAUSAL } MaskShape;
 
-// Queries against one chunk of keys, and the work that this is. Counts are those of one head, all samples
-// together. Borrows both sides, which must outlive it; make it once and use it in every layer.
+// The queries against one chunk of keys, and how much work that is. Counts are per head, summed over the
+// samples. Borrows both sides, which must outlive it; make it once and use it in every layer.
 typedef struct AttentionMask {
     const AttentionPositions *queries, *keys;
     double pairs;    // of a query and a key that it sees: the score entries that count
-    double entries;  // score entries in the tiles that are computed: pairs, and what the mask throws away
-    int64_t tiles;   // computed
-    int64_t full;    // of which need no mask
+    double entries;  // score entries in the tiles that are computed: pairs, and those that the mask discards
+    int64_t tiles;   // that are computed
+    int64_t full;    // those of them that need no mask
     MaskShape shape;
 } AttentionMask;
 
-// Exact, in any order of tokens: O(b s log s), and the tiles.
+// Exact for any order of tokens. Takes time O(b s log s), and a constant for each tile.
 AttentionMask attention_mask(const AttentionPositions *queries, const AttentionPositions *keys);
 
 #ifdef __cplusplus

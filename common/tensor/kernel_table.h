@@ -1,5 +1,5 @@
-// kernel_table.h: kernels that take the place of the back end's while a table of them is in use. The front
-// (ops.c) has checked and counted a call before either runs: a replaced one is priced like any other.
+// kernel_table.h: kernels that replace the back end's while a table of them is in use. ops.c has checked and
+// counted a call before either runs, so a replaced kernel is priced like any other.
 #ifndef KERNEL_TABLE_H
 #define KERNEL_TABLE_H
 
@@ -9,8 +9,8 @@
 extern "C" {
 #endif
 
-// Each has the arguments of the function of its name in kernels.h. It returns false, having done nothing,
-// where it does not serve this dtype or size: the back end's own kernel runs then.
+// Each takes the arguments of the function of the same name in kernels.h. If it does not support the dtype
+// or size it does nothing and returns false, and the back end's own kernel runs.
 typedef struct KernelTable {
     bool (*matmul)(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
                    int64_t k, bool transpose_a, bool transpose_b, double beta);
@@ -35,9 +35,9 @@ typedef struct KernelTable {
                   const void *grad, AdamW hyper, int64_t count);
 } KernelTable;
 
-// From now on these kernels come first; NULL: the back end's alone. Returns what has come first so far.
+// From now on these kernels are tried first; NULL: only the back end's. Returns the table in use before.
 const KernelTable *ops_use_kernels(const KernelTable *table);
-// Calls so far of operations that a table in use has, and those of them that its kernels took.
+// Calls so far of operations for which the table in use has an entry, and how many its kernels took.
 typedef struct KernelCalls {
     int64_t all, taken;
 } KernelCalls;
@@ -46,8 +46,9 @@ KernelCalls ops_kernel_calls(void);
 // The table that is linked into this build: chapter 07's kernels where the back end is CUDA, else NULL.
 const KernelTable *kernel_table_linked(void);
 
-// Beside the table, of a CUDA back end alone, which asks first: 8-bit codes with scales of 128 of k, by
-// chapter 07's kernel for Hopper. False, having done nothing, where it does not serve.
+// Not in the table, and only in a CUDA back end, which tries it first: the product of 8-bit codes with a
+// scale per 128 terms of k, by chapter 07's kernel for Hopper. If it does not support the call it does
+// nothing and returns false.
 bool matmul_codes_linked(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
                          int64_t k, int64_t segment, int bits, double beta);
 

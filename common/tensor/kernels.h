@@ -1,10 +1,10 @@
-// kernels.h: what a back end implements. ops.c has checked every argument, counted it and knows that
-// memory stands behind it; a kernel computes.
+// kernels.h: what a back end implements. Before it calls a kernel, ops.c has checked and counted every
+// argument, and there is memory behind each (no dry run); a kernel only computes.
 //
 // Pointers are device addresses of contiguous row-major arrays; sizes are in elements; `dtype` is that of
-// every floating array of the call unless another stands beside its pointer. Meaning, aliasing, "=" and
-// "+=" are as ops.h says of the operation of the same name. A kernel may return before the device is done,
-// except those that return a number.
+// every floating-point array of the call whose pointer has no dtype of its own before it. Shapes, aliasing,
+// "=" and "+=" are as ops.h says for the operation of the same name. A kernel may return before the device
+// has finished, except one that returns a number.
 #ifndef TENSOR_KERNELS_H
 #define TENSOR_KERNELS_H
 
@@ -26,12 +26,12 @@ void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double
 // y (n), ranges (n) in host memory
 void kernel_squares_of_ranges(DType dtype, double *y, const void *x, const FlatRange *ranges, int64_t n);
 
-// c (m, n) in dtype, or f32 where that is of 16 bits; a (m, k) or its transpose (k, m) in memory, b (k, n)
-// or (n, k)
+// c (m, n) in dtype, or in f32 beside a 16-bit dtype; a is stored as (m, k) or as its transpose (k, m), b
+// as (k, n) or (n, k)
 void kernel_matmul(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
                    int64_t k, bool transpose_a, bool transpose_b, double beta);
 
-// Several of them, of one k, which share a, or b.
+// Several products with the same k that share a, or share b.
 typedef struct KernelProduct {
     void *c;
     const void *a, *b;
@@ -40,8 +40,8 @@ typedef struct KernelProduct {
 void kernel_matmuls(DType dtype, DType c_dtype, int count, const KernelProduct *products, bool transpose_a,
                     bool transpose_b, double beta);
 
-// y, dy (n, h), tokens (n), weight, dweight (v, h). Gradients of weights, here and below, may be f32 beside
-// 16 bits.
+// y, dy (n, h), tokens (n), weight, dweight (v, h). Here and below, the gradient of a weight may be f32
+// beside a 16-bit dtype.
 void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
                               int64_t v, int64_t h);
 void kernel_embedding_backward(DType dtype, DType dweight_dtype, void *dweight, const void *dy,
@@ -64,8 +64,8 @@ void kernel_attention_probs(DType dtype, void *probs, const void *q, const void 
 void kernel_attention_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o, const void *q,
                                const void *k, const void *v, const void *probs, AttentionShape shape);
 
-// The arguments of op_attention_chunk_*: sizes, and what is known of the tokens of either side. positions,
-// documents (b, s), bounds (b, tiles of the side) as in AttentionPositions, all in device memory
+// The arguments of op_attention_chunk_*: sizes, and the tokens of either side. positions, documents (b, s)
+// and bounds (b, tiles) are as in AttentionPositions, all in device memory.
 typedef struct ChunkTokens {
     int64_t s, tiles;
     const int32_t *positions, *documents;
@@ -76,10 +76,11 @@ typedef struct AttentionChunk {
     ChunkTokens queries, keys;
     MaskShape shape;
 } AttentionChunk;
-// o, lse, dots, dq, dk, dv f32 or f64; the o of dots in o_dtype, that or dtype. dtype: of the others
+// o, lse, dots, dq, dk, dv are f32, or f64 if dtype is f64; `dtype` is that of the others. o_dtype, of the
+// o that the dots are computed from, is either of the two.
 void kernel_attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k,
                                     const void *v, AttentionChunk chunk);
-// of n rows
+// n: rows
 void kernel_attention_chunk_dots(DType dtype, void *dots, DType o_dtype, const void *o, const void *d_o,
                                  int64_t n, AttentionHeads heads);
 void kernel_attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
@@ -93,12 +94,12 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 // logits, dlogits (n, v), targets (n), losses, lse (n) f32 or f64
 void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
                                   const int32_t *targets, int64_t n, int64_t v);
-double kernel_underflows(double *all);
+double kernel_underflows(double *all);  // as op_underflows
 void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v);
 
 // A part of the vocabulary: weight, dweight (rows, h), logits, dlogits (n, columns) as stored, padding
-// too; maxima, losses, lse (n) and sums (2, n) f32 or f64
+// included; maxima, losses, lse (n) and sums (2, n) f32 or f64
 void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight,
                                    int64_t n, int64_t h, VocabularyPart part);
 void kernel_embedding_part_backward(DType dtype, DType dweight_dtype, void *dweight, const void *dy,
@@ -109,7 +110,7 @@ void kernel_cross_entropy_part_maxima(DType dtype, void *maxima, const void *log
 void kernel_cross_entropy_part_sums(DType dtype, void *sums, const void *logits, const void *maxima,
                                     const int32_t *targets, int64_t n, int64_t columns,
                                     VocabularyPart part);
-// dtype: of all five
+// dtype: of all four floating-point arrays, F32 or F64
 void kernel_cross_entropy_part_losses(DType dtype, void *losses, void *lse, const void *maxima,
                                       const void *sums, const int32_t *targets, int64_t n);
 void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
@@ -125,7 +126,8 @@ void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t g
 void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies,
                          int64_t n, int64_t w);
 
-// chosen, place (n, k), weights, dweights (n, k), logits, dlogits (n, e), bias (e) or NULL; F32 or F64
+// chosen, place (n, k), weights, dweights (n, k), logits, dlogits (n, e), bias (e) or NULL; dtype F32 or
+// F64
 void kernel_route_forward(DType dtype, int32_t *chosen, void *weights, const void *logits, const void *bias,
                           int64_t n, int64_t e, int64_t k, RouteRule rule);
 void kernel_route_backward(DType dtype, void *dlogits, const void *dweights, const void *weights,
@@ -163,7 +165,8 @@ void kernel_encode(DType codes_dtype, uint8_t *codes, DType dtype, const void *x
 // y, codes (rows, columns)
 void kernel_decode(DType dtype, void *y, DType codes_dtype, const uint8_t *codes, const float *scale,
                    int64_t rows, int64_t columns, Tile tile);
-// c (m, n), codes (m, k) and (n, k). `segment`: products of a partial sum at most; `fast`: SUMMED_FAST
+// c (m, n), codes (m, k) and (n, k). `segment`: the most products in a partial sum; `fast`: promote was
+// SUMMED_FAST
 typedef struct KernelCodes {
     DType dtype;
     const uint8_t *codes;
@@ -173,7 +176,7 @@ typedef struct KernelCodes {
 void kernel_matmul_codes(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
                          int64_t k, int64_t segment, int bits, bool fast, double beta);
 
-// master may be NULL; it, m and v are f32 or f64
+// master may be NULL; master, m and v are f32 or f64
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
                   const void *grad, AdamW hyper, int64_t count);
 void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const void *grad, double lr,

@@ -1,7 +1,7 @@
 // tensor.h: dtypes, tensors on a device, and the account of device memory by kind.
 //
-// Device memory is opaque: outside ops_*, comm_* and device_* nobody dereferences it. Everything goes
-// through the operations (ops.h) or through tensor_to_host / tensor_from_host.
+// Device memory is opaque: only ops_*, comm_* and device_* dereference it. All other code goes through the
+// operations (ops.h) or through tensor_to_host / tensor_from_host. Breaking a precondition is fatal.
 #ifndef TENSOR_H
 #define TENSOR_H
 
@@ -15,13 +15,13 @@ extern "C" {
 typedef enum DType { F64, F32, BF16, F16, E4M3, E5M2, I32, DTYPES } DType;
 
 size_t dtype_size(DType dtype);       // bytes of one element: 8 4 2 2 1 1 4
-DType dtype_wider(DType a, DType b);  // of two; a, where both are as wide
+DType dtype_wider(DType a, DType b);  // the wider of the two; a, if they have the same size
 const char *dtype_name(DType dtype);  // "f64" "f32" "bf16" "f16" "e4m3" "e5m2" "i32"
 
-// Conversions of one value, exact where the target can hold it, else rounded to nearest, ties to even.
+// Conversions of one value, exact if the target can represent it, else rounded to nearest, ties to even.
 // bf16, f16 (IEEE 754 binary16): overflow gives infinity; subnormals are kept; every NaN becomes a quiet
-// NaN. e4m3, e5m2 (OCP 8-bit floating point, rev. 1.0): narrowing saturates (448; 57344), infinities
-// included; NaN stays NaN. e4m3 has no infinity. The code is the low bits of the result.
+// NaN. e4m3, e5m2 (OCP 8-bit floating point, rev. 1.0): narrowing saturates (at 448; at 57344), infinities
+// included; NaN stays NaN. e4m3 has no infinity.
 uint16_t bf16_from_f32(float x);
 float f32_from_bf16(uint16_t code);
 uint16_t f16_from_f32(float x);
@@ -31,10 +31,10 @@ float f32_from_e4m3(uint8_t code);
 uint8_t e5m2_from_f32(float x);
 float f32_from_e5m2(uint8_t code);
 
-// x cut off to so many significant bits, towards zero, as a Hopper cuts sums of 8-bit products.
+// x truncated to this many significant bits, towards zero, as a Hopper truncates sums of 8-bit products.
 double cut_to_bits(double x, int bits);
 
-// count elements of host memory from one dtype to another; f64 to a 16- or 8-bit type goes through f32.
+// Converts count elements in host memory; f64 to a 16- or 8-bit type is rounded to f32 first.
 void dtype_convert(void *to, DType to_dtype, const void *from, DType from_dtype, int64_t count);
 
 // ---- the account: device bytes by what they hold ----
@@ -43,38 +43,39 @@ typedef enum MemoryKind {
     MEMORY_GRADIENT,       // gradients, and their f32 accumulators
     MEMORY_OPTIMIZER,      // moments and master weights
     MEMORY_ACTIVATION,     // inputs, what forward keeps for backward, and what flows between them
-    MEMORY_COMMUNICATION,  // buffers that exist only to be sent or received
+    MEMORY_COMMUNICATION,  // buffers that exist only to send from or receive into
     MEMORY_KINDS
 } MemoryKind;
 
 typedef struct Memory {
     int64_t now[MEMORY_KINDS];   // bytes
-    int64_t peak[MEMORY_KINDS];  // each kind's own maximum; they need not fall on one moment
+    int64_t peak[MEMORY_KINDS];  // each kind's own maximum, not necessarily at the same moment
     int64_t now_total, peak_total;
 } Memory;
 
 const char *memory_kind_name(MemoryKind kind);
 Memory memory_account(void);
-// Peaks start again from what is held now.
+// Resets the peaks to what is held now.
 void memory_reset_peak(void);
-// Peaks as they were in `before`: what came in between was a look at the run, and no part of it.
+// Sets the peaks back to those in `before`: what was allocated since then only inspected the run.
 void memory_restore_peak(const Memory *before);
-// The account as text, one line: what out-of-memory messages and tables show. Static buffer.
+// The account in one line, for out-of-memory messages and tables. Static buffer.
 const char *memory_text(void);
-// Called at every allocation (bytes > 0) and release (bytes < 0) when set; the profiler draws memory over
-// time with it. memory says which (an address to tell it by, not to use); NULL in a dry run.
+// If set, called at every allocation (bytes > 0) and release (bytes < 0); the profiler uses it to draw
+// memory over time. `memory` is the address, only to identify the allocation; NULL in a dry run.
 typedef void (*MemoryListener)(void *context, MemoryKind kind, int64_t bytes, const void *memory);
 void memory_listen(MemoryListener listener, void *context);
 
 // ---- device ----
-// Dry run: tensors have shapes and are accounted, but no memory stands behind them; operations count and
-// clock, and compute nothing. Set before the first tensor. Reading a tensor back gives zeros.
+// Dry run: tensors have shapes and are accounted, but have no memory; operations are counted and clocked,
+// but compute nothing. Set it before the first tensor. Reading a tensor gives zeros.
 void device_dry_run(bool on);
 bool device_is_dry_run(void);
-// Bytes on the device, aligned to 64; out of memory is fatal, with the account. Accounted under `kind`.
+// Bytes on the device, aligned to 64 and accounted under `kind`. Out of memory is fatal, and the sentence
+// shows the account. device_free takes the same kind and bytes.
 void *device_alloc(MemoryKind kind, size_t bytes);
 void device_free(MemoryKind kind, void *memory, size_t bytes);
-// How often the host has waited for the device since the start, to read a tensor or a sum.
+// How often the host has read a tensor or a sum from the device, and so waited for it, since the start.
 int64_t device_reads(void);
 
 // ---- tensors ----
@@ -100,22 +101,22 @@ typedef struct Tensor {
 #define SHAPE(...) \
     (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 
-// A new tensor, not initialised. Every dimension is at least 0. The caller ends it with tensor_free.
+// A new tensor, uninitialized. Every dimension is at least 0. The caller ends it with tensor_free.
 Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape);
-// Same shape and dtype as t.
+// A new tensor with the shape and dtype of t.
 Tensor tensor_like(MemoryKind kind, Tensor t);
-// One more owner of the same memory; needs a tensor_free of its own.
+// One more reference to the same memory; needs a tensor_free of its own.
 Tensor tensor_share(Tensor t);
-// Gives up this handle, and the memory with its last owner. Sets *t to {0}. Freeing {0} is allowed.
+// Drops this reference; the last one frees the memory. Sets *t to {0}. Freeing {0} is allowed.
 void tensor_free(Tensor *t);
-// Borrowed: elements [first, first + product of shape) of t in another shape; valid
-// while t is, never freed.
+// Borrowed: elements [first, first + product of shape) of t in another shape; valid as long as t, and never
+// freed.
 Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape);
-// Borrowed: rows [first, first + rows) of t seen as (rows of t, columns of t).
+// Borrowed: rows [first, first + rows) of t, taken as a matrix (tensor_rows(t), tensor_columns(t)).
 Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows);
 
 static inline bool tensor_exists(Tensor t) { return t.storage != NULL; }
-// Whether both have a byte in common.
+// Whether the two have a byte in common.
 bool tensor_overlaps(Tensor a, Tensor b);
 int64_t tensor_count(Tensor t);    // elements
 int64_t tensor_rows(Tensor t);     // product of all dimensions but the last
@@ -123,13 +124,14 @@ int64_t tensor_columns(Tensor t);  // the last dimension
 int64_t tensor_bytes(Tensor t);
 const char *tensor_text(Tensor t);  // "(8, 128) f32", rotating static buffers
 
-// For ops_*, comm_* and device_* alone: the device address of the first element.
+// The device address of the first element. For ops_*, comm_* and device_* only.
 void *tensor_address(Tensor t);
 
-// Whole tensor between host and device; the host side has the tensor's dtype, tensor_bytes(t) bytes.
+// Copy the whole tensor between host and device; on the host it has the tensor's dtype and tensor_bytes(t)
+// bytes.
 void tensor_from_host(Tensor t, const void *host);
 void tensor_to_host(void *host, Tensor t);
-// The same, converting from and to f64 on the host side (tensor_count(t) values).
+// The same, converted from and to f64 on the host (tensor_count(t) values).
 void tensor_from_doubles(Tensor t, const double *host);
 void tensor_to_doubles(double *host, Tensor t);
 
