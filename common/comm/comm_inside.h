@@ -6,32 +6,32 @@
 
 #include "transport.h"
 
-// Kinds of notices that are no collectives: a rank's last one, the question what a rank waits for, and the
+// Kinds of notices other than collectives: a rank's last one, the question what a rank waits for, and the
 // making of a group.
 enum { FINISHED = COLLECTIVE_KINDS, WHERE, GROUP };
 
 struct Request {
     Request *next;                      // the one started after this on its line
-    Request *live_before, *live_after;  // all that are not yet waited for, the latest first
+    Request *live_before, *live_after;  // list of all requests not yet waited for, the latest first
     Collective call;
-    Tensor out, in;  // shares of the caller's: freed early, they stay until the request ends
+    Tensor out, in;  // shared with the caller: even if it frees them, they live until the request ends
     Transfer *transfers;
-    int64_t *open;    // transfers whose other end has come
-    bool *met;        // notices that have come, by member or by transfer
-    int64_t *before;  // by the same: calls that this rank shared with that one earlier, on any line
+    int64_t *open;    // by transfer: not 0 once its other end has come (transport.h)
+    bool *met;        // by member or by transfer: whether its notice has come
+    int64_t *before;  // by the same: how many calls this rank shared with that one earlier, on any line
     int missing;      // notices that have not come
     double *values;   // sums on the host, the making of a group: everyone's, (members, value_count)
-    int *got;         // values that have come, by member
+    int *got;         // by member: values that have come
     int value_count;
     bool host, given, agreed, done;
-    bool trusted;                        // it gives no notices, and waits for none
-    bool launched;                       // the transport has all of it, or gets nothing
-    int64_t order, index, total;         // n-th request, n-th call of this rank; elements
+    bool trusted;                        // it sends no notices and waits for none
+    bool launched;                       // the transport has been given all of it, or needs none of it
+    int64_t order, index, total;         // which request, which call of this rank, from 1; elements
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
-    double began, waited, blocked;  // wall clock: the call, the end of its wait, and the length of that
-    int64_t bytes, across;          // that this rank sends; of these to other nodes (clock_node)
-    Group made;                     // what a GROUP is about
+    double began, waited, blocked;  // wall clock: of the call, of the end of its wait, and the wait's length
+    int64_t bytes, across;          // sent by this rank; of these to other nodes (clock_node)
+    Group made;                     // the group that a GROUP makes
     Operation *operation;
     void (*then)(void *context);  // what comm_wait does when the request has ended and is gone; or NULL
     void *then_context;
@@ -54,8 +54,8 @@ typedef struct Peer {
 
 typedef struct Identity {
     uint64_t binary, arguments;
-    uint64_t machine;  // of the host's name and of its start: two may have one name
-    uint64_t numbers;  // of that, and of who has numbered its processes: a container may do that itself
+    uint64_t machine;  // hash of the host's name and boot id, as two hosts may have the same name
+    uint64_t numbers;  // hash of that and of the namespace of its process ids: a container may have its own
     int32_t pid;
     char host[64];
 } Identity;
@@ -71,18 +71,18 @@ extern struct Comm {
     struct GroupMade {
         Group group;
         bool moves;  // it can move bytes: those of a dry run have no communicator
-    } * group;       // all that were made, by handle - 1
+    } * group;       // all groups that were made, by handle - 1
     int groups;
     struct {
         Request *last, *noticing, *moving;
         double end;  // model clock: of the last agreed request
     } line[COMM_LINES];
     Request *live;
-    const Request *waiting;  // what comm_wait stands in
+    const Request *waiting;  // the one that comm_wait waits for now
     int64_t requests, calls;
     bool pushing;  // lines_push is under way
-    bool claimed;  // this rank says why all end
-    bool told;     // this one has said where it waits, since another gave up
+    bool claimed;  // this rank is the one that says why all end
+    bool told;     // this rank has said where it waits, because another gave up
 } comm;
 
 // ---- comm.c ----
@@ -93,13 +93,13 @@ int world_rank(Group group, int member);
 Operation *group_operation(const Request *r);
 // A rank that has died, or -1.
 int find_dead(void);
-// Whether this rank may say why all end.
+// Whether this rank is the one that may say why all end.
 bool claim_last_word(void);
 
 // ---- comm_agreement.c ----
 
 static inline Line line_of(const Request *r) { return r->call.group.line; }
-// A request gives a notice to each member, itself included; a batch one for each transfer.
+// A request has a notice for each member, itself included; a batch has one for each transfer.
 static inline int notices_of(const Request *r) {
     return r->call.kind == TRANSFERS ? r->call.transfer_count : r->call.group.size;
 }
@@ -111,11 +111,11 @@ static inline bool notice_is_own(const Request *r, int i) {
 }
 Notice notice_of(const Request *r, int i);
 void notices_take(void);
-// Puts a request at the end of its line, and pushes.
+// Puts a request at the end of its line, and calls lines_push.
 void line_append(Request *r);
-// Everything on as far as it goes without waiting.
+// Advances all requests as far as possible without waiting.
 void lines_push(void);
-// Whether the time has come to look_after_all again.
+// Whether it is time to call look_after_all again.
 bool look_is_due(double now);
 // Ends all if a rank or what moves the bytes has failed.
 void look_after_all(void);
@@ -131,23 +131,24 @@ const char *notice_group(const Notice *notice);
 // Ends all with "rank 2 called all_gather(…) where rank 0 called all_reduce(…), in group dp".
 void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
                      const char *why) NO_RETURN;
-// What this rank waits for, after "rank 1: ".
+// What this rank waits for, as a text that follows "rank 1: ".
 void describe_wait(char *text, size_t size);
 
 // ---- comm_ports.c ----
 
-// Of a call that this rank has come to: sets bytes, across, seconds and called, and takes its ports.
+// For a call that this rank has reached: sets bytes, across, seconds and called, and takes its ports.
 void request_take_ports(Request *r);
 
 // ---- comm_requests.c ----
 
-// Seconds of communication outside of its calls: bytes moved while this rank computes.
+// Adds wall seconds of communication outside its calls, moving bytes while this rank computes.
 void count_push(double seconds);
-// A call of a member; the caller fills in the rest.
+// A new request for a call; the caller fills in the rest.
 Request *request_new(CollectiveKind kind, Group group, int root, DType dtype);
 void request_release(Request *r);
 // The tensor belongs to the request until it is waited for.
 void request_claim(Request *r, Tensor t, bool writes);
+// comm_wait calls `then` when the request has ended.
 void request_then(Request *r, void (*then)(void *context), void *context);
 
 #endif

@@ -15,15 +15,15 @@
 
 typedef struct Communicator {
     ncclComm_t nccl;
-    bool *met;  // by member: a transfer has connected us
+    bool *met;  // by member: a transfer has connected this rank with it
     struct Communicator *next;
 } Communicator;
 
-// An operation on the device: begun when `mark` has happened.
+// An operation on the device. It has begun when `mark` has happened.
 typedef struct Flight {
     cudaEvent_t mark, end;
-    double began;      // wall clock, as far as it was seen; 0: not yet
-    bool over, ended;  // on the device; by transport_end
+    double began;      // wall clock, when the host saw it begin; 0: not yet
+    bool over, ended;  // over on the device; ended by transport_end
     struct Flight *next;
 } Flight;
 
@@ -31,10 +31,10 @@ struct Operation {
     Collective call;
     Communicator *comm;  // NULL in a group of one
     int64_t step, sent;
-    bool over, flown;  // the device has been given all of it; and the end is marked
+    bool over, flown;  // all of it has been issued to the device; its end has been marked as well
     Flight *flight;
-    bool direct;            // by members' pieces
-    int64_t chunk, chunks;  // elements; how many of the longest piece
+    bool direct;            // each member reduces its piece itself (comm_nccl_calls.cu)
+    int64_t chunk, chunks;  // elements of a chunk; chunks of the longest piece
     int64_t row;            // elements from one member's copy to the next
     // making a group
     bool is_group;
@@ -47,17 +47,17 @@ void check_nccl(ncclResult_t result, const char *call);
 // ---- comm_nccl.cu ----
 
 cudaStream_t stream_of(const Operation *o);
-// Around calls of NCCL that may wait for other ranks: one that waits for twice --timeout ends this rank.
+// Put around calls of NCCL that may wait for other ranks: one that takes twice --timeout ends this rank.
 void call_begin(void);
 void call_end(void);
-// Device memory of the operation's line; it grows to the largest that was ever asked for.
+// Device memory of the operation's line; it grows to the largest size ever requested.
 char *scratch(const Operation *o, size_t bytes);
 
 // ---- comm_nccl_calls.cu ----
 
-// What an operation needs before its first step.
+// Sets up what an operation needs before its first step.
 void prepare_call(Operation *o);
-// The next step of what NCCL is asked; all of it has been asked when o->over.
+// Issues the operation's next step to NCCL; sets o->over with the last one.
 void next_of_call(Operation *o);
 
 #endif

@@ -5,12 +5,12 @@
 #include "transport.h"
 
 typedef struct Stage Stage;
-// Copies what this rank gives to host memory, once the device has computed it, and points the call there.
-// NULL, and nothing else, where device memory is host memory. One of a line at a time.
+// Copies what this rank sends to host memory, once the device has computed it, and makes the call use the
+// copies. Where device memory is host memory it only returns NULL. At most one stage per line at a time.
 Stage *stage_begin(Collective *call);
-// Copies what this rank has got to where the call wanted it, and ends the stage.
+// Copies what this rank has received to the device memory of the call, and ends the stage.
 void stage_end(Stage *stage);
-// Gives the host buffers back.
+// Frees the host buffers.
 void stage_finish(void);
 
 #endif

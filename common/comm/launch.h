@@ -1,12 +1,13 @@
-// launch.h: the program that started mpirun, and goes on beside it (launch.c).
+// launch.h: the program that starts mpirun and stays as its parent (launch.c).
 #ifndef LAUNCH_H
 #define LAUNCH_H
 
-// Starts mpirun, and ends this process with what has become of it: mpirun's exit status, or 130 (Ctrl-C)
-// and the like where a signal has ended the run, so that an interrupted run is no failed check. Returns
-// only if mpirun could not be started, with errno.
+// Starts mpirun, waits for it, and ends this process with mpirun's exit status, or with 130 (Ctrl-C) or the
+// like if a signal ended the run, so that an interrupted run is not taken for a failed check. Returns only
+// if mpirun could not be started, with errno set.
 int launch(char *const *words);
-// In a rank: the ranks have a verdict, or one of them says why they have none. Safe in a signal handler.
+// Called in a rank; tells the program that started mpirun that the ranks have a verdict, or that one of
+// them says why there is none. Safe in a signal handler.
 void launcher_hears(void);
 
 #endif

@@ -106,7 +106,7 @@ typedef struct AttentionHeads {
     int64_t heads, kv_heads, head_size;  // as in AttentionShape
 } AttentionHeads;
 // Merges a chunk into o and lse, both updated: after all chunks, in any order, o is the attention over all
-// keys and lse (n, a) the log-sum-exp of each query's scaled scores. The caller initializes o = 0 and lse =
+// keys and lse the log-sum-exp of each query's scaled scores. The caller initializes o = 0 and lse =
 // -infinity; rows that have seen no key yet keep these. 4 d FLOPs for each pair that the mask leaves; empty
 // tiles are not read.
 void op_attention_chunk_forward(Tensor o, Tensor lse, Tensor q, Tensor k, Tensor v,
