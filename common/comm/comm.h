@@ -30,7 +30,8 @@
 // other lines do in the meantime. So the clock is exact within a line, and the same on every run; if
 // members come at different times, two lines may overlap on one port.
 //
-// A wrong argument, a mismatched call, a dead rank or a wait beyond --timeout ends all ranks with one sentence.
+// A wrong argument, a mismatched call, a dead rank or a wait beyond --timeout ends all ranks with one
+// sentence.
 #ifndef COMM_H
 #define COMM_H
 

@@ -1,4 +1,4 @@
-// diagnosis.h: what a wrong figure usually means, by its ratio to the right one. A failed check's sentence
+// diagnosis.h: what a wrong number usually means, by its ratio to the right one. A failed check's sentence
 // ends with it (report.h).
 #ifndef DIAGNOSIS_H
 #define DIAGNOSIS_H
@@ -9,14 +9,14 @@
 extern "C" {
 #endif
 
-// What a run has several of, so that a ratio may come from it: "the 4 ranks of dp", "the 2 micro-batches".
+// Something that a run has several of, which may explain a ratio: "the 4 ranks of dp", "the 2 micro-batches".
 typedef enum SizeKind { SIZE_RANKS, SIZE_MICRO_BATCHES } SizeKind;
 void diagnosis_size(SizeKind kind, const char *what, int64_t size);  // a size of 1 explains nothing
-void diagnosis_forget(void);                                         // all sizes
+void diagnosis_forget(void);                                         // forgets all sizes
 
-// Each returns what the figure usually means, or "" where nothing is usual about it. Static buffers.
-// A gradient: scale <x, y> / <y, y> and relative error ||x - y|| / ||y||, which is |scale - 1| for a mere
-// factor.
+// Each returns what the number usually means, or "" if there is no usual cause. Static buffers. For a
+// gradient: scale <x, y> / <y, y> and relative error ||x - y|| / ||y||, which equals |scale - 1| if the
+// gradient is wrong only by a factor.
 const char *diagnose_gradient(double scale, double relative);
 const char *diagnose_loss(double loss, double expected);                      // of the first step, in nats
 const char *diagnose_count(double count, double expected, const char *unit);  // of calls or bytes

@@ -1,4 +1,4 @@
-// memory_picture.h: device memory by kind over a few training steps, as an SVG, and in letters.
+// memory_picture.h: device memory by kind over a few training steps, as an SVG and as text.
 #ifndef MEMORY_PICTURE_H
 #define MEMORY_PICTURE_H
 
@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-typedef struct Moment {  // what was held from here until the next moment
+typedef struct Moment {  // what was held from this time until the next moment
     double time;         // model clock, seconds since the last clock_reset
     int64_t now[MEMORY_KINDS], total;
 } Moment;
@@ -16,26 +16,27 @@ typedef struct Moment {  // what was held from here until the next moment
 typedef struct MemoryHistory {
     Moment *moment;
     int64_t count, room;
-    int64_t steps, begun;  // planned; so far
-    int64_t *first;        // (steps + 1) the moment at which each step begins; where the last one ends
-    double *time;          // (steps + 1) when, on the model clock
+    int64_t steps, begun;  // steps planned; steps begun so far
+    int64_t *first;        // (steps + 1) index of the moment at which each step begins, and the last one ends
+    double *time;          // (steps + 1) the same as times on the model clock
 } MemoryHistory;
 
-// Listens to the account from now until memory_history_step was called steps + 1 times: when each step
-// begins, the first of them right after a clock_reset, and when the last one has ended.
+// Records the account from now until memory_history_step has been called steps + 1 times: when each step
+// begins, the first time right after a clock_reset, and when the last step has ended. The caller ends it
+// with memory_history_free.
 void memory_history_start(MemoryHistory *history, int64_t steps);
 void memory_history_step(MemoryHistory *history);
 void memory_history_free(MemoryHistory *history);
 
-// The most bytes of one kind held in a step (from 0), or of all kinds together (kind MEMORY_KINDS).
+// The peak bytes of one kind in a step (counted from 0), or of all kinds together (kind MEMORY_KINDS).
 int64_t memory_history_peak(const MemoryHistory *history, int64_t step, int kind);
 
-// Stacked areas over the model clock, with each step's phases from the clock's marks (step/forward,
-// step/backward, step/optimizer), and the device's capacity where it is near. Text and lines follow the
-// reader's light or dark theme. Fatal, naming --svg, when the file cannot be written.
+// Draws stacked areas over the model clock, with each step's phases from the clock's marks (step/forward,
+// step/backward, step/optimizer), and the device's capacity if the peak comes near it. Text and lines
+// follow the reader's light or dark theme. Fatal, naming --svg, if the file cannot be written.
 void memory_history_svg(const MemoryHistory *history, const char *file, const char *title,
                         const Machine *machine);
-// The same in letters: p parameters, g gradients, O optimizer, a activations, c communication.
+// Prints the same as text: p parameters, g gradients, O optimizer, a activations, c communication.
 void memory_history_print(const MemoryHistory *history);
 
 #ifdef __cplusplus

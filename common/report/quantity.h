@@ -4,7 +4,7 @@
 
 #include "report.h"
 
-// One array (losses), or one array for each parameter.
+// One array (losses, norms), or one array for each parameter. Borrows from the record.
 typedef struct Quantity {
     const char *name;
     int tensors;
@@ -15,12 +15,12 @@ typedef struct Quantity {
 
 enum { LOSSES, GRADIENT_NORMS, GRADIENTS, PARAMETERS, QUANTITIES };
 Quantity quantity_of(const Record *record, int which);
-double quantity_largest(const Quantity *q);  // norm of any of its arrays: what "noise" is measured by
+double quantity_largest(const Quantity *q);  // the largest norm of its arrays; "noise" is relative to it
 bool quantity_is_zero(const Quantity *q);
-int quantity_find(const Quantity *q, const char *name);  // -1: there is none
-// Index in x of y's tensor i, or -1 with the reason in `fault`.
+int quantity_find(const Quantity *q, const char *name);  // index of a tensor; -1: there is none
+// Index in x of y's tensor i, or -1 with the reason written to `fault`.
 int quantity_partner(const Quantity *x, const Quantity *y, int i, char fault[200]);
-// Whether every tensor of both sides has a partner; else the reason in `fault`.
+// Whether every tensor of both sides has a partner; if not, the reason is written to `fault`.
 bool quantities_pair(const Quantity *x, const Quantity *y, char fault[200]);
 
 #endif

@@ -1,4 +1,4 @@
-// report.h: compare a run with its baseline, hold counts against formulas, print the table and the verdict.
+// report.h: compare a run with its baseline, check counts against formulas, print the table and the verdict.
 #ifndef REPORT_H
 #define REPORT_H
 
@@ -18,69 +18,75 @@ typedef struct Record {
     double *loss, *grad_norm;  // (steps)
     int tensors;
     char **name;         // (tensors)
-    int64_t *count;      // elements of each, of the whole weight
-    bool *apart;         // which gradients a row of their own shows, besides the row of all
+    int64_t *count;      // elements of each whole weight
+    bool *apart;         // which gradients are also compared in a row of their own
     double **grad;       // raw gradients of the first step, before clipping
     double **param;      // parameters after the last step
     Memory memory;       // peaks over the run
-    int64_t kept_bytes;  // activations held when the last forward of a micro-batch ended, peak
+    int64_t kept_bytes;  // activations held at the end of a micro-batch's forward, the largest of the run
     double flops;        // counted over the run
     double model_seconds, wall_seconds;  // both clocks, whole run
 } Record;
 
-// Losses and norms are NaN, and tensors absent, until the trainer sets them: what was left out cannot pass.
+// Until the trainer sets them, losses and norms are NaN and tensors absent: what it forgets cannot pass.
+// The caller ends it with record_free.
 Record record_new(const char *title, int64_t steps, const Params *params);
-// Of whole parameters, whoever stores them: collective over the ranks that share them (params.h). Gradients
-// when those of the first step are complete, times `factor`; parameters after the last step.
+// Record whole gradients, multiplied by `factor`, and whole parameters, whoever stores them: collective
+// over the ranks that share them (params.h). Call the first when the gradients of the first step are
+// complete, the second after the last step.
 void record_grads(Record *record, const Params *params, double factor);
 void record_params(Record *record, const Params *params);
 void record_free(Record *record);
-// The root's, which has trained alone, for the other members too: they free theirs as well.
+// Copies the record of root, which has trained alone, to all other members; each member frees its own.
 void record_share(Record *record, int root, Group group);
-// Those of its tensors that are apart: borrowed, and the caller frees name, count and grad.
+// A record with only the tensors that are apart. Their contents are borrowed; the caller frees the arrays
+// name, count and grad.
 Record record_apart(const Record *record);
 
-// What may differ: EXACT, nothing, not one bit; REASSOCIATED, the order of sums (f64: 1e-10 relative);
-// ROUNDED, the precision of a narrower dtype.
+// What may differ: EXACT: not a single bit; REASSOCIATED: the order of sums (f64: 1e-10 relative); ROUNDED:
+// the precision of a narrower dtype.
 typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
 
 // Compares losses, gradient norms, first-step gradients (per parameter, by name) and final parameters;
-// prints one row for each with the worst tensor, and returns whether all are within the bound: 0 bits for
-// EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound of 1: two
-// runs that each are within a quarter of it of the truth differ by no more, while a wrong factor cannot
-// hide in it. A tensor whose baseline is below noise (a millionth of the largest one) is measured against
-// that floor, and not skipped; but when a quantity's baseline is zero as a whole nothing was compared, and
-// it fails. A bound of 0.5 or more would let a factor of two pass: this dtype is too coarse for this size.
-// What differs by more still fails; what does not is UNPROVEN, said once (report_verdict).
+// prints one row for each with the worst tensor, and returns whether all are within the bound: no differing
+// bit for EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound
+// of 1: two runs that are each within a quarter of the bound of the truth satisfy this, and a wrong factor
+// does not. A tensor whose baseline is below noise (a millionth of the largest one) is not skipped but
+// measured relative to that noise; but if the baseline of a quantity is zero as a whole, nothing was
+// compared, and it fails. A bound of 0.5 or more would let a factor of two pass: the dtype is too coarse
+// for this size. Then what is outside the bound still fails; what is within it is UNPROVEN, which is said
+// once (report_verdict).
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound);
-// The bound of a dtype: f64 1e-10; for the others k = 4 times the error of the baseline against
-// `reference`, the same run in f64 (per quantity the largest), so that the dtype itself sets the bar.
+// The bound for a dtype: 1e-10 for f64; for the others 4 times the error of the baseline against
+// `reference`, the same run in f64 (the largest over the quantities), so that the dtype itself sets the
+// bound.
 double report_bound(const Record *baseline, const Record *reference);
 
-// "predicted" beside "measured", equal or the run fails. Prints a row and returns the equality. Doubles
-// carry both, and formulas divide, so they are equal within 1e-12 relative; but below 2^53, where doubles
-// count whole units, never when they are a quarter of a unit apart or more.
+// Prints a row with the predicted and the measured count, and returns whether they are equal; if not, the
+// run fails. Both are doubles, and formulas divide, so "equal" means within 1e-12 relative; but below 2^53,
+// where doubles represent whole units, never a quarter of a unit or more apart.
 bool report_equal(const char *what, double predicted, double measured, const char *unit);
-// While quiet, comparisons and counts that hold are judged and written to --json, and not shown; those that
-// fail are shown all the same. Returns what was before.
+// While quiet, comparisons and counts that hold are judged and written to --json, but not printed; those
+// that fail are printed all the same. Returns the old value.
 bool report_quiet(bool quiet);
 bool report_holds(void);  // no check has failed so far, on this rank
-// What the checks so far have shown: "reassociated, 3.3e-16 of 1.0e-10; 15 of 15 counts as predicted".
-// Static buffer.
+// A summary of the checks so far: "reassociated, 3.3e-16 of 1.0e-10; 15 of 15 counts as predicted". Static
+// buffer.
 const char *report_evidence(void);
-// Any other condition that the verdict depends on; prints a row only when it does not hold.
+// Any other condition that the verdict depends on, which is returned; prints a row only if it does not hold.
 bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 
-// Last line, "PASS <program>: <text> (<class and error, number of counts>)", "FAIL <program>: <what failed
-// first, where, and what that usually means (diagnosis.h)>", or, when no check failed but a bound was too
-// coarse, "UNPROVEN <program>: <why>". Returns the exit status: STATUS_PASS, STATUS_FAIL or
-// STATUS_UNPROVEN. Every check since the start counts; the next check starts anew.
+// Prints the last line: "PASS <program>: <text> (<class and error, number of counts>)", "FAIL <program>:
+// <what failed first, where, and what that usually means (diagnosis.h)>" or, if no check failed but a bound
+// was too coarse, "UNPROVEN <program>: <why>". Returns the exit status: STATUS_PASS, STATUS_FAIL or
+// STATUS_UNPROVEN. It takes into account every check since the start, or since the last verdict.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
-// What the verdict says besides, if it is a PASS: the latest note.
+// A text that a PASS verdict adds; only the latest note counts.
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// --json: everything the tables showed at full precision. The place is checked at once; it is filled by the
-// functions above and by these, and written by report_verdict. What is not finite is null there.
+// --json: everything in the tables at full precision. Whether the file can be written is checked at once;
+// the functions above and these fill it, and report_verdict writes it. Numbers that are not finite become
+// null.
 void report_json(const char *file);
 void report_number(const char *group, const char *name, double value, const char *unit);
 void report_series(const char *name, const double *values, int64_t count);

@@ -1,6 +1,5 @@
-// spans_picture.h: what goes on beside each other, in an SVG: rows of lines, on which spans of time lie in
-// the colours of their kinds. A step's timeline (timeline.h) and that of a GPU's warps
-// (cuda/issue_timeline.h) are drawn by it.
+// spans_picture.h: concurrent activities in an SVG: rows of lines, on which spans of time have the colours
+// of their kinds. It draws a step's timeline (timeline.h) and that of a GPU's warps (cuda/issue_timeline.h).
 #ifndef SPANS_PICTURE_H
 #define SPANS_PICTURE_H
 
@@ -11,7 +10,7 @@ extern "C" {
 #endif
 
 typedef struct Span {
-    double begin, end;  // after the picture's begin, in its unit of time
+    double begin, end;  // since the beginning of the picture, in its unit of time
     char letter;        // its kind
 } Span;
 
@@ -22,7 +21,7 @@ typedef struct SpanKind {
 
 typedef struct SpanLine {
     char name[32];
-    const Span *span;  // in order of time, none over another
+    const Span *span;  // in order of time, without overlap
     int64_t count;
     int height;  // pixels
 } SpanLine;
@@ -36,19 +35,19 @@ typedef struct SpanRow {
 
 typedef struct SpansPicture {
     const char *title;
-    const char *unit;      // of time; NULL: seconds, of which the axis shows ms or us where they fit
+    const char *unit;      // of time; NULL: seconds, which the axis shows as ms or us where they fit better
     double length;         // of the axis, which all rows share
     const SpanKind *kind;  // in the order of the legend
     int kinds;
     const SpanRow *row;
     int rows;
-    const char *definitions;  // of what colours refer to, in SVG; "" for none
+    const char *definitions;  // SVG definitions that colours refer to; "" for none
 } SpansPicture;
 
-// Fatal, naming the flag that asks for it, when the file cannot be written.
+// Writes the picture; fatal, naming the flag that asks for it, if the file cannot be written.
 void spans_svg(const SpansPicture *picture, const char *flag, const char *file);
 
-// An axis is marked at round numbers of a unit, at most `most` of them.
+// An axis with at most `most` ticks, at round numbers of a unit.
 typedef struct SpansAxis {
     double tick;  // in the picture's unit
     double unit;

@@ -1,13 +1,13 @@
 // timeline.h: what the compute stream and each communication line of each rank did in one step, on the
-// model clock: in letters, as an SVG, and all ranks in one trace.
+// model clock: as text, as an SVG, and as one trace of all ranks.
 //
 //     compute  FFFFFFFFFBBBBBBBBBBBBBBBBBB---SSS      exposed: compute waits (---) for the network
-//     tp       .A..A..A...A..A..A................      what lies under B is hidden
+//     tp       .A..A..A...A..A..A................      hidden: communication below F or B
 //     dp       .............AAA.AAA.AAA.AAAAAA...
 //
-// When a call begins, and how lines share a rank's ports, is comm.h's to say.
+// comm.h says when a call begins, and how lines share a rank's ports.
 //
-// The same flags give the same bytes, whatever machine runs them and under whatever load.
+// The same flags give the same bytes of output on any machine and under any load.
 #ifndef TIMELINE_H
 #define TIMELINE_H
 
@@ -22,52 +22,54 @@ extern "C" {
 
 // ---- what programs call, for --trace, --timeline and --timeline-svg ----
 
-// If one of the three is given: all clocks meet, and the trace starts.
+// If one of the three is given: synchronizes the clocks of all ranks and starts the trace.
 void timeline_start(const Config *config, Group world);
-// Keeps the last step so far under this title: a row of the picture. Only rank 0's is shown.
+// Keeps the last step so far under this title, as a row of the picture. Only rank 0's is shown.
 void timeline_keep(const char *title);
-void timeline_title(const char *title);  // of the picture; else the model's name and the number of ranks
-// Writes and prints what was asked for. The picture shows the rows that were kept; if there are none, all
-// ranks in their last step that stands in no other mark. Every rank of the trace calls it.
+// Sets the picture's title; by default it is the model's name and the number of ranks.
+void timeline_title(const char *title);
+// Writes and prints what the flags ask for. The picture shows the rows that were kept; if there are none,
+// all ranks in their last step that is not inside another mark. Every rank of the trace calls it.
 void timeline_finish(const Config *config, Group world);
 
 // ---- what they are made of ----
 
-// Of spans, in seconds after the step began, the letters are: of compute, F forward, B backward, S
-// optimizer, + other; of communication, A, R, G …
+// Spans are in seconds since the step began. The letters of compute are F forward, B backward, S optimizer,
+// + other; those of communication are A, R, G …
 typedef struct Timeline {  // one rank in one step
     char *title;
-    double seconds;  // from begin to end of the step
-    // Each stream's in order of time, none over another of the same stream.
+    double seconds;  // from beginning to end of the step
+    // The spans of each stream, in order of time, without overlap.
     Span *compute, *communication[COMM_LINES];
     int64_t compute_count, communication_count[COMM_LINES];
 } Timeline;
 
-// The last step ("step", "step 3") among the clock's events; `outermost`: that stands in no other mark.
-// {0} if there is none. Spans without length are left out, operations of one kind in a row are one span.
+// The last step ("step", "step 3") among the clock's events; with `outermost`, the last that is not inside
+// another mark. {0} if there is none. Spans without length are left out; consecutive operations of one kind
+// are one span. The caller ends it with timeline_free.
 Timeline timeline_of_step(bool outermost, const char *title);
 void timeline_free(Timeline *timeline);
 
-// The compute stream with its exposed waits, letter '-', between the operations. The caller frees it.
+// The spans of compute with the exposed waits, letter '-', between them. The caller frees the array.
 Span *timeline_compute(const Timeline *timeline, int64_t *count);
 
-// Where the step's seconds go: compute + exposed + idle = timeline->seconds.
+// How the seconds of the step are spent: compute + exposed + idle = timeline->seconds.
 typedef struct TimelineShares {
     double compute;
-    double communication;  // a line is busy, beside compute or not
-    double exposed;        // nothing is computed while this rank's communication runs
-    double idle;           // nor does it run: waiting for other ranks to come
+    double communication;  // some line is busy, whether this rank computes or not
+    double exposed;        // this rank's communication runs, and it computes nothing
+    double idle;           // neither: it waits for other ranks
 } TimelineShares;
 TimelineShares timeline_shares(const Timeline *timeline);
 
 // ---- timeline_picture.c ----
 
-// A row has a line for compute and one for each communication line that was used; then the time's axis, the
-// letters' meanings, the shares; `width` columns. A column has the
-// letter of most of its time, a small one if the stream is busy for less than half of it. The caller frees
-// the text.
+// A row has a line for compute and one for each communication line that was used; below are the time axis,
+// the meaning of the letters, and the shares; all in `width` columns. A column has the letter that takes
+// most of its time, in lower case if the stream is busy for less than half of it. The caller frees the
+// text.
 char *timeline_text(const Timeline *row, int rows, int width);
-// Fatal, naming --timeline-svg, when the file cannot be written.
+// Writes the same as an SVG. Fatal, naming --timeline-svg, if the file cannot be written.
 void timeline_svg(const Timeline *row, int rows, const char *title, const char *file);
 
 #ifdef __cplusplus

@@ -9,9 +9,9 @@
 extern "C" {
 #endif
 
-typedef struct Tokens {  // as they stand in a file
-    const uint8_t *at;   // at any address, little-endian
-    size_t width;        // bytes of one: 1 (text), 2 or 4
+typedef struct Tokens {  // as stored in a file
+    const uint8_t *at;   // unaligned, little-endian
+    size_t width;        // bytes of a token: 1 (text), 2 or 4
     int64_t count;
 } Tokens;
 
@@ -20,34 +20,37 @@ typedef struct Data {
     const uint8_t *file;  // NULL: none is open
     size_t size;          // bytes
     int64_t count;        // tokens
-    int64_t train_count;  // the first train_count are for training, the rest (a tenth) is held out
-    int64_t vocab;        // tokens are below this: 256 for text
+    int64_t train_count;  // the first train_count are for training, the rest (a tenth) are held out
+    int64_t vocab;        // all tokens are below this: 256 for text
     const char *path;
-    bool text;  // bytes of a text file (printable back), or a token file
+    bool text;  // a text file, whose tokens are bytes and can be printed; else a token file
 } Data;
 
-// Maps a text file (any bytes, one token each) or a token file in llm.c's format: 256 int32 of header
-// (magic 20240520 version 1: GPT-2, uint16 tokens; magic 20240801 version 7: Llama 3, uint32 tokens;
-// header[2] tokens follow). path NULL: the default corpus, this book's own sources. Fatal, naming the file
-// and the rule: missing, empty, shorter than seq + 2 tokens in either part, truncated, longer than its
-// header says, of the wrong kind, a token beyond vocab.
+// Maps a text file (any bytes, one token each) or a token file in llm.c's format: a header of 256 int32
+// (magic 20240520 version 1: GPT-2, uint16 tokens; magic 20240801 version 7: Llama 3, uint32 tokens), then
+// header[2] tokens. path NULL: the default corpus, this book's own sources. The caller ends it with
+// data_close. Fatal, naming the file and the rule, if the file is missing, empty, shorter than seq + 2
+// tokens in either part, truncated, longer than its header says, of the wrong kind, or has a token beyond
+// vocab.
 Data data_open(const char *path, int64_t vocab, int64_t seq);
 void data_close(Data *data);
-// 64 bits that tell this data from others: of its tokens, not of its name. Never 0.
+// A 64-bit hash of the data's tokens, which identifies it whatever its name. Never 0.
 uint64_t data_print(const Data *data);
-// The parser behind it, on memory (also the fuzzer's door): returns NULL, or the sentence that says what is
+// data_open's parser, on memory (the fuzzer calls it too): returns NULL, or the sentence that says what is
 // wrong (static buffer). On success *tokens points into the bytes.
 const char *data_parse(const uint8_t *bytes, size_t size, Tokens *tokens);
-// `count` tokens from number `first` on.
+// Copies `count` tokens from number `first` on.
 void data_copy(const Tokens *tokens, int64_t first, int64_t count, int32_t *to);
 
-// Sample number `index` of the run (step * samples per step + place in the step): seq tokens and their next
-// tokens, from a start drawn by (seed, index). held_out takes it from the other part.
+// Sample number `index` of the run (step * samples per step + place in the step): sets tokens (seq) and
+// targets (seq), each token's successor, from a start drawn by (seed, index). With held_out it is from the
+// held-out part.
 void data_sample(const Data *data, int64_t seed, int64_t index, bool held_out, int64_t seq, int32_t *tokens,
                  int32_t *targets);
-// Ignores the labels of a prefix of the sample whose length is drawn from 0 … seq by (seed, index), as when
-// a prompt is not trained on: label counts differ from sample to sample, and some samples have none. Those
-// of even index keep one, so that no step of two or more samples is left without a gradient.
+// Sets the targets of a prefix of the sample to IGNORED_LABEL, as when a prompt is not trained on. The
+// length of the prefix is drawn from 0 … seq by (seed, index), so label counts differ from sample to
+// sample, and some samples have none. Samples of even index keep at least one, so that no step of two or
+// more samples is left without a gradient.
 void data_mask_prompt(int64_t seed, int64_t index, int64_t seq, int32_t *targets);
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
 // recipe.h: which dtype each role of a number has: weights, gradients, their sums, master weights, moments.
-// One record decides it, so that nobody asks how many bytes a type has to know whether there are masters;
-// and what is sent in fewer bits than it is stored in.
+// The record also says what is sent in fewer bits than it is stored in. It alone decides, so that no code
+// has to infer from the size of a type whether there are master weights.
 #ifndef RECIPE_H
 #define RECIPE_H
 
@@ -12,7 +12,8 @@ extern "C" {
 
 typedef struct Param Param;
 
-// What of a weight the optimizer steps: elements first … of what this rank stores of it, at this step.
+// Which part of which state is loaded or stored: elements of `param` from `first` on, counted within what
+// this rank stores of it, at this step.
 typedef enum StateKind { STATE_M, STATE_V, STATE_MASTER, STATE_VALUE } StateKind;
 typedef struct StatePart {
     const Param *param;
@@ -21,34 +22,35 @@ typedef struct StatePart {
     uint64_t seed;  // the recipe's
 } StatePart;
 
-// How the optimizer reads and writes what a recipe stores otherwise than rounded to nearest: by random
+// How the optimizer reads and writes state that a recipe does not just round to nearest: with random
 // rounding, or as codes with a scale. The optimizer computes with `wide`, f32 or f64.
 typedef struct Rounding {
     void *context;
-    // m, v and masters are codes, with scales of a rank's own part: checkpoints have what load makes of
-    // them, in f32. What load has made, store keeps to the bit, so that a resumed run goes on with it.
+    // m, v and masters are codes whose scales belong to a rank's own part. Checkpoints contain what load
+    // returns for them, in f32. Storing what load returned changes no bit, so that a resumed run continues
+    // exactly.
     bool scaled;
     void (*load)(void *context, Tensor wide, Tensor stored, StatePart part);
     void (*store)(void *context, Tensor stored, Tensor wide, StatePart part);
 } Rounding;
 
 typedef struct Recipe {
-    DType weight;    // what forward and backward multiply with; activations have it, too
-    DType gradient;  // as backward writes it: of one micro-batch, or if it is `sum`, of all so far
-    DType sum;       // of gradients over micro-batches and ranks; other than `gradient`: accumulators exist
-    DType master;    // what the optimizer steps; other than `weight`: master weights exist
+    DType weight;    // what forward and backward multiply with; also of activations
+    DType gradient;  // as backward writes it: of one micro-batch or, if equal to `sum`, of all so far
+    DType sum;       // of gradients over micro-batches and ranks; if not `gradient`, accumulators exist
+    DType master;    // what the optimizer steps; if not `weight`, master weights exist
     DType moment;    // AdamW's m
-    DType second;    // and v
+    DType second;    // AdamW's v
     const Rounding *rounding;  // NULL: what the optimizer stores is rounded to nearest
     uint64_t seed;             // of random rounding
-    // Of what is gathered for use and freed after it; NULL: it is sent as it is.
-    const Codec *send_weights;  // of a unit whose ranks store parts of it (ZeRO-3)
+    // Codecs for what is gathered, used and freed; NULL: sent as it is.
+    const Codec *send_weights;  // weights of a unit whose ranks store parts of it (ZeRO-3)
     const Codec *send_rows;     // activations that enter a region of tensor parallelism
-    const Codec *send_drows;    // their gradients, which enter it from the other side
+    const Codec *send_drows;    // gradients that enter such a region in backward
 } Recipe;
 
-// The standard recipe of a dtype (Micikevicius et al. 2018 for 16 bits): f64 and f32 have it in every role;
-// bf16 and f16 sum gradients in f32, step f32 master weights and keep f32 moments.
+// The standard recipe of a dtype (Micikevicius et al. 2018 for 16 bits): f64 and f32 are used in every
+// role; bf16 and f16 sum gradients in f32, step f32 master weights and keep f32 moments.
 Recipe recipe_standard(DType dtype);
 static inline bool recipe_has_accumulators(Recipe r) { return r.sum != r.gradient; }
 static inline bool recipe_has_masters(Recipe r) { return r.master != r.weight; }
