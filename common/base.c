@@ -1,5 +1,4 @@
-// base.c: errors that name their cause, a start on the BLAS kernel that this processor deserves, and
-// printing.
+// base.c: errors that name their cause, a start with the best BLAS kernel for this processor, and printing.
 #include "base.h"
 
 #include <cblas.h>
@@ -21,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static bool line_is_open;  // a progress line stands on the terminal without its newline
+static bool line_is_open;  // a progress line is on the terminal, without its newline
 
 static void close_line(void) {
     if (line_is_open) putchar('\n');
@@ -39,7 +38,7 @@ void base_set_rank(int mine, int all, void (*end)(const char *sentence, int stat
     end_all = end;
 }
 
-// What Open MPI's mpirun, or srun with PMIx or PMI, tells the processes that it starts; 0 without them.
+// The rank that Open MPI's mpirun, or srun with PMIx or PMI, gave this process; 0 without them.
 static int launched_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -100,18 +99,18 @@ void fatal(const char *format, ...) {
     close_line();
     fflush(stdout);
     if (end_all) end_all(sentence, STATUS_USAGE);
-    // Ranks that fail alike before they know each other: rank 0 speaks, and its end is the others' end.
+    // If all ranks fail alike before they have met, only rank 0 prints, and its end ends the others.
     if (rank > 0) usleep(3000000);
     fputs(sentence, stderr);
     fflush(NULL);
-    // No atexit handlers: other threads may be at work, and what they hold is not ours to take apart.
+    // No atexit handlers: other threads may be running, and what they use must not be torn down.
     _exit(STATUS_USAGE);
 }
 
-// Looks at large requests, and whenever small ones have come to as much: they are written to right after.
+// Checks at each large request, and whenever small ones add up to as much: memory is written to soon after.
 static void check_host_memory(size_t bytes) {
     static const size_t look = 64 << 20;
-    static size_t since;  // only about: threads may lose some
+    static size_t since;  // approximate: threads may lose some
     since += bytes < look ? bytes : look;
     if (since < look) return;
     since = 0;
@@ -147,13 +146,13 @@ const char *printable(const char *text) {
     char *shown = texts[turn++ % 4];
     snprintf(shown, sizeof *texts, "%s", text);
     for (char *c = shown; *c; c++)
-        if (*c < ' ' || *c > '~') *c = '?';  // beyond ASCII, too: some of it commands terminals
+        if (*c < ' ' || *c > '~') *c = '?';  // non-ASCII as well: some of it commands terminals
     return shown;
 }
 
 // ---- start ----
 
-// Classes of OpenBLAS kernels by the vectors that they use; what is not named here runs on SSE.
+// Classes of OpenBLAS kernels by the vectors that they use; those not named here use SSE.
 typedef enum KernelClass { KERNEL_SSE, KERNEL_AVX, KERNEL_AVX2, KERNEL_AVX512 } KernelClass;
 
 static KernelClass kernel_class(const char *core) {
@@ -171,7 +170,7 @@ static KernelClass kernel_class(const char *core) {
     return KERNEL_SSE;
 }
 
-// The best kernel that this processor runs, or NULL where OpenBLAS's own choice is not second-guessed.
+// The best kernel that this processor can run, or NULL to accept OpenBLAS's own choice.
 static const char *best_kernel(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -188,7 +187,7 @@ static bool kernel_is_below(const char *best) {
 }
 
 #define PIN       "OPENBLAS_CORETYPE"
-#define RESTARTED "ULTRASCALE_RESTARTED"  // set by us beside PIN: the pin is ours, and once is enough
+#define RESTARTED "ULTRASCALE_RESTARTED"  // set along with PIN: the pin is ours, and one restart is enough
 
 // OpenBLAS reads PIN when it is loaded, before main: the only way to change its mind is to start over.
 static void restart_on_best_kernel(char **argv) {
@@ -202,14 +201,14 @@ static void restart_on_best_kernel(char **argv) {
     setenv(PIN, best, 1);
     setenv(RESTARTED, "1", 1);
     execv(self, argv);
-    unsetenv(PIN);  // could not start: go on with the slow kernel, of which base_blas_name tells
+    unsetenv(PIN);  // could not restart: go on with the slow kernel, which base_blas_name reports
 }
 
-#define COLUMNS "ULTRASCALE_COLUMNS"  // of the terminal, for ranks, whose output goes through mpirun
+#define COLUMNS "ULTRASCALE_COLUMNS"  // tells ranks, whose output goes through mpirun, the terminal's
 
 int terminal_columns(void) { return getenv(COLUMNS) ? atoi(getenv(COLUMNS)) : 100; }
 
-// mpirun gives its ranks pseudo-terminals, whoever reads what it prints: its own output is what counts.
+// mpirun gives its ranks pseudo-terminals wherever its output goes; so its own output is looked at.
 static bool launched(void) { return getenv("OMPI_COMM_WORLD_RANK") != NULL; }
 
 static void tell_columns(void) {
@@ -224,8 +223,8 @@ static void tell_columns(void) {
     if (out > STDERR_FILENO) close(out);
 }
 
-// Libraries may catch SIGHUP before main, as UCX does, which comes with some Open MPI: what counts is
-// whether the user had it ignored (nohup). Functions of this section run before those of any library.
+// Whether the user has SIGHUP ignored (nohup). Libraries may catch it before main, as UCX does, which some
+// builds of Open MPI use; functions in this section run before those of any library.
 static struct sigaction on_hangup;
 
 static void note_hangup(void) { sigaction(SIGHUP, NULL, &on_hangup); }
@@ -237,8 +236,8 @@ static void open_standard_streams(void) {
         if (fcntl(stream, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) _exit(STATUS_USAGE);
 }
 
-// The pipe that carries what we print to its reader, or -1. A rank writes to mpirun, which goes on reading
-// when nobody reads what it writes: so it is mpirun's own that counts.
+// The pipe that carries our output to its reader, or -1. A rank writes to mpirun, which goes on reading
+// even when nobody reads what it writes; so it is the pipe that mpirun writes to.
 static int pipe_to_reader(void) {
     struct stat status;
     char path[32] = "/dev/stdout";
@@ -263,15 +262,15 @@ static void *wait_for_reader_to_leave(void *context) {
     _exit(STATUS_UNREAD);
 }
 
-// `| head` ends a long run at once, and not when it next has something to print. Returns when the watcher
-// is at work: a fork while a thread starts would leave the child with locks that nobody opens.
+// Makes `| head` end a long run at once, and not only when it next prints something. Returns when the
+// watcher is running: a fork while a thread starts would leave the child with locks that nobody releases.
 static void watch_reader(void) {
     static Watch watch;
     watch.pipe = rank == 0 ? pipe_to_reader() : -1;
     if (watch.pipe < 0 || sem_init(&watch.begun, 0, 0) != 0) return;
     pthread_t watcher;
     sigset_t all, before;
-    sigfillset(&all);  // signals are for the thread that works
+    sigfillset(&all);  // signals are for the main thread
     pthread_sigmask(SIG_SETMASK, &all, &before);
     if (pthread_create(&watcher, NULL, wait_for_reader_to_leave, &watch) == 0) {
         pthread_detach(watcher);
@@ -281,7 +280,7 @@ static void watch_reader(void) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-// What a full disk did not take is no success. A pipe's reader that has gone is watch_reader's.
+// Output lost to a full disk is a failure. A pipe whose reader has left is handled by watch_reader.
 static void check_printed(void) {
     struct stat stream;
     bool whole = !fflush(stdout) && !ferror(stdout);
@@ -294,7 +293,7 @@ static void check_printed(void) {
 void base_start(int argc, char **argv) {
     open_standard_streams();
     sigaction(SIGHUP, &on_hangup, NULL);
-    // What nobody reads, or is longer than a limit on files, is an error of the write and not our death.
+    // A write that nobody reads, or beyond the limit on file sizes, returns an error and does not kill us.
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
     CHECK(argc > 0, "started without a program name");
@@ -303,9 +302,9 @@ void base_start(int argc, char **argv) {
     rank = launched_rank();
     watch_reader();
     tell_columns();
-    // Buffers of many megabytes come and go every step. By default each would be mapped, zeroed page by
-    // page by the kernel, and unmapped again; kept on the heap, the pages are touched once. The heap grows
-    // by several pages of 2 MB at a time, where the device may ask for such.
+    // Buffers of many megabytes are allocated and freed in every step. By default each would be mapped,
+    // zeroed page by page by the kernel, and unmapped again; on the heap, the pages are touched once. The
+    // heap grows by several pages of 2 MB at a time, so that the device can ask for huge pages.
     mallopt(M_MMAP_MAX, 0);
     mallopt(M_TOP_PAD, 16 << 20);
     mallopt(M_TRIM_THRESHOLD, -1);
@@ -364,7 +363,7 @@ static void time_left_text(double seconds, char *text, size_t size) {
     else snprintf(text, size, "%ld s left", s);
 }
 
-// Columns of the terminal that shows what this rank prints, also through mpirun; 0 in a log.
+// Columns of the terminal that shows this rank's output, directly or through mpirun; 0 in a log.
 static int shown_columns(void) {
     struct winsize window;
     if (launched()) return getenv(COLUMNS) ? atoi(getenv(COLUMNS)) : 0;
@@ -381,7 +380,7 @@ const char *colored(const char *text, Color color) {
     return shown;
 }
 
-// "[####------]  40%, 12 s left: step 4/10", of which a narrow terminal shows the time left first.
+// "[####------]  40%, 12 s left: step 4/10"; what does not fit a narrow terminal is cut off at the end.
 static void rewrite_line(int width, int64_t done, int64_t total, const char *left, const char *text) {
     enum { BAR = 20 };
     char bar[64] = "";

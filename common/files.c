@@ -12,9 +12,9 @@
 
 // ---- writing ----
 
-// Where a name leads, also when nothing is there yet. The caller frees it.
+// The file that a name leads to through symbolic links, even if it does not exist yet. The caller frees it.
 static char *follow(const char *name) {
-    enum { MOST_LINKS = 40 };  // as the kernel has it
+    enum { MOST_LINKS = 40 };  // as in the kernel
     char *path = format_text("%s", name), link[4096];
     for (int i = 0; i < MOST_LINKS; i++) {
         ssize_t length = readlink(path, link, sizeof link - 1);
@@ -29,7 +29,7 @@ static char *follow(const char *name) {
     return path;
 }
 
-// What is written before it has its name. The process's number keeps two runs apart. The caller frees it.
+// The name of a file while it is written. The process id keeps two runs apart. The caller frees it.
 static char *part_of(const char *name) {
     char *target = follow(name), *part = format_text("%s.%d.part", target, (int)getpid());
     free(target);
@@ -45,8 +45,8 @@ static int open_part(const char *name) {
     return file;
 }
 
-// Which of the standard streams is this very file, or -1: to be written through, at the place where it
-// stands.
+// Which of the standard streams is this very file, or -1. It is then written through the stream, at its
+// current position.
 static int stream_of(const struct stat *file) {
     for (int stream = STDOUT_FILENO; stream <= STDERR_FILENO; stream++) {
         struct stat status;
@@ -57,7 +57,7 @@ static int stream_of(const struct stat *file) {
 }
 
 static int open_through(const char *flag, const char *name) {
-    // A reader of a FIFO may be about to come; one that never does must not hold us.
+    // The reader of a FIFO may be about to open it; if it never does, we must not wait for ever.
     int file = -1;
     for (int trial = 0; trial < 20 && file < 0; trial++) {
         if (trial) usleep(50000);
@@ -70,7 +70,7 @@ static int open_through(const char *flag, const char *name) {
     return file;
 }
 
-// What holds for any use of the name; true if something is there.
+// The checks for any use of the name; true if something of that name exists.
 static bool check_name(const char *flag, const char *name, struct stat *status) {
     bool there = stat(name, status) == 0;
     CHECK(!there || !S_ISDIR(status->st_mode), "%s %s cannot be written: it is a folder", flag, name);
@@ -83,7 +83,7 @@ void output_check(const char *flag, const char *name) {
     struct stat status;
     if (base_rank() > 0) return;
     if (check_name(flag, name, &status))
-        return;  // where its folder takes no new file it is written in place
+        return;  // if its folder allows no new file, it is written in place
     int file = open_part(name);
     CHECK(file >= 0, "%s %s cannot be written: %s", flag, name, strerror(errno));
     close(file);
@@ -119,7 +119,7 @@ void output_close(FILE *out, const char *flag, const char *name) {
     errno = 0;
     bool whole = fflush(out) == 0 && !ferror(out);
     int error = errno;
-    // What failed earlier has left its errno to nobody: one more byte fails alike.
+    // The errno of an earlier failure is lost; writing one more byte fails in the same way.
     if (!whole && !error && write(fileno(out), "", 1) < 0) error = errno;
     if (fclose(out) != 0 && whole) whole = false, error = errno;
     if (whole && beside && rename(part, target) != 0) whole = false, error = errno;
@@ -140,7 +140,7 @@ static struct {
 } mapped[MOST_MAPPED];
 static struct sigaction before_mapping;
 
-// The access stands where the program does, so that unlike in other signal handlers all may be called.
+// The signal comes from the access itself, not at some random point, so this handler may call any function.
 static void on_bus_error(int number, siginfo_t *info, void *unused) {
     (void)unused;
     const uint8_t *at = info->si_addr;
@@ -148,8 +148,8 @@ static void on_bus_error(int number, siginfo_t *info, void *unused) {
     for (int i = 0; i < MOST_MAPPED; i++)
         if (mapped[i].bytes && at >= mapped[i].bytes && at < mapped[i].bytes + mapped[i].size)
             fatal("%s became shorter while it was read, or its disk fails", mapped[i].path);
-    // Not ours: returning repeats the access, and ends the program as it would have; kill() has none to
-    // repeat.
+    // Not in a mapped file: returning repeats the access, and ends the program as without this handler.
+    // After kill() there is no access to repeat.
     if (info->si_code <= 0) raise(number);
 }
 
@@ -172,12 +172,12 @@ static const char *fault(const char *format, const char *path, const char *why) 
     return sentence;
 }
 
-// The descriptor of a regular file, or -1 and the fault.
+// The descriptor of a regular file, or -1 and the sentence in *wrong.
 static int open_input(const char *path, size_t *size, const char **wrong) {
     static const char cannot[] = "cannot open %s: %s",
                       is[] = "%s is a %s, and what is read is a file on a disk";
     struct stat status;
-    // Opening a FIFO would wait for its writer, and opening a device may set it going.
+    // Opening a FIFO would wait for its writer, and opening a device may start it.
     bool there = stat(path, &status) == 0;
     *wrong = !there                     ? fault(cannot, path, strerror(errno))
              : S_ISDIR(status.st_mode)  ? fault(is, path, "directory")

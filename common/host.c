@@ -1,11 +1,10 @@
-// host.c: what this machine, and the control groups that this process is in, leave to it: memory, and the
-// time of cores.
+// host.c: how much memory and time of cores this machine, and the control groups of this process, leave it.
 #include <math.h>
 #include <string.h>
 
 #include "base.h"
 
-// The number in a file of the kernel's, in the first line that this format reads; -1 if none does.
+// The number in a file of the kernel, from the first line that matches this format; -1 if none does.
 static double number_in(const char *path, const char *format) {
     char line[128];
     double number = -1;
@@ -22,10 +21,10 @@ static double number_of(const char *folder, const char *file, const char *format
     return number_in(path, format);
 }
 
-// What the limit of one cgroup, of the first version or the second, leaves; INFINITY where it has none.
+// What the limit of one cgroup, of version 1 or 2, leaves; INFINITY if it has no limit.
 typedef double Left(const char *folder, bool second);
 
-// Bytes; pages of files give way.
+// Bytes; inactive pages of files count as free.
 static double memory_left(const char *folder, bool second) {
     double most = number_of(folder, second ? "memory.max" : "memory.limit_in_bytes", "%lf"),
            used = number_of(folder, second ? "memory.current" : "memory.usage_in_bytes", "%lf"),
@@ -34,14 +33,14 @@ static double memory_left(const char *folder, bool second) {
     return most < 0 || used < 0 ? INFINITY : most - used + fmax(files, 0);
 }
 
-// Cores: of each period all of them together may work so long.
+// Cores: the quota is the time that all of them together may run in each period.
 static double cores_left(const char *folder, bool second) {
     double quota = number_of(folder, second ? "cpu.max" : "cpu.cfs_quota_us", "%lf"),
            period = number_of(folder, second ? "cpu.max" : "cpu.cfs_period_us", second ? "%*s %lf" : "%lf");
     return quota < 0 || period <= 0 ? INFINITY : quota / period;
 }
 
-// Whether "cpu,cpuacct" has cpu.
+// Whether a list such as "cpu,cpuacct" contains the name.
 static bool among(const char *controllers, const char *name) {
     size_t length = strlen(name);
     for (const char *at = controllers; *at; at += strcspn(at, ","), at += *at == ',')
@@ -49,9 +48,9 @@ static bool among(const char *controllers, const char *name) {
     return false;
 }
 
-// The least that is left by this process's cgroup and those around it, of either version; a line of
-// /proc/self/cgroup is "0::/path" in the second, "4:memory:/path" in the first. A container may see the
-// path's end alone, or none of it.
+// The least that this process's cgroup and those around it leave, of either version. A line of
+// /proc/self/cgroup is "0::/path" in version 2 and "4:memory:/path" in version 1. A container may see only
+// the end of the path, or none of it.
 static double cgroups_left(const char *controller, Left *left_by) {
     char line[4096], folder[4096 + 32];
     double left = INFINITY;

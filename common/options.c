@@ -1,5 +1,5 @@
-// options.c: the one place where a program's flags exist is its option table. Parser, defaults, bounds and
-// --help are read from it, so none of them can say what another does not do.
+// options.c: a program's flags exist in one place only, its option table. Parser, defaults, bounds and --help
+// are derived from it, so they cannot contradict each other.
 #include <ctype.h>
 #include <errno.h>
 #include <math.h>
@@ -11,7 +11,7 @@
 
 enum { HELP_WIDTH = 100, LONGEST_NAME = 40 };
 
-// Flags of this whole book, so that a program can say where one that it lacks belongs.
+// All flags of this book, so that a program can say to which programs a flag that it lacks belongs.
 static const struct {
     const char *names, *where;
 } book_flags[] = {
@@ -66,7 +66,7 @@ static void refuse_unknown(const char *name, const Option *table, int count) {
     fatal("--%s is not one of %s's flags; --help lists them", name, base_program());
 }
 
-enum { PLAIN_LIMIT = 10000 };  // bounds beyond it guard against overflow, and are no news in --help
+enum { PLAIN_LIMIT = 10000 };  // bounds beyond it only guard against overflow, and --help does not show them
 
 // "from 1 to 64", "at least 1", or "" where the bounds say nothing. Static buffer.
 static const char *bounds_text(const Option *option, double limit) {
@@ -157,9 +157,9 @@ static const char *value_hint(const Option *option) {
     }
 }
 
-// Prints text in the columns from `left` to HELP_WIDTH, broken at blanks; the cursor stands at `column`.
+// Prints text in the columns from `left` to HELP_WIDTH, broken at blanks; the cursor is at `column`.
 static void print_wrapped(const char *text, int left, int column) {
-    if (column + 2 > left) column = HELP_WIDTH;  // what stands there is too long: begin on a new line
+    if (column + 2 > left) column = HELP_WIDTH;  // what is there is too long: begin on a new line
     while (*text) {
         int length = (int)strcspn(text, " ");
         if (column + 1 + length > HELP_WIDTH) {
@@ -227,7 +227,7 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
         if (table[i].standard) set_value(&table[i], table[i].standard);
         else if (table[i].type == OPTION_FLAG) *(bool *)table[i].target = false;
     }
-    // --help wins over what stands after it, and over what is missing; before it, mistakes are told first.
+    // --help takes precedence over mistakes after it and over missing flags; mistakes before it come first.
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             if (base_rank() == 0) print_help(purpose, table, count);
@@ -251,13 +251,13 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
         } else if (value) {
             set_value(option, value + 1);
         } else {
-            // A flag in the value's place is a value forgotten, not a text that begins with dashes.
+            // A flag in place of the value means that the value was forgotten; it is not taken as a text.
             CHECK(i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0, "--%s needs a value: %s",
                   option->name, value_hint(option));
             set_value(option, argv[++i]);
         }
     }
-    // After all else is known to be right: before the run, and not after it.
+    // Last, when everything else is known to be right, but still before the run.
     for (int i = 0; i < count; i++) {
         if (table[i].type != OPTION_OUTPUT || !table[i].given) continue;
         const char *path = *(const char **)table[i].target;
@@ -272,7 +272,7 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
     }
 }
 
-// Whether the word is one of the names, which have blanks between them.
+// Whether the word is one of the names, which are separated by blanks.
 static bool is_among(const char *names, const char *word) {
     size_t length = strlen(word);
     for (const char *at = names; (at = strstr(at, word)); at++)

@@ -1,5 +1,4 @@
-// codec.c: see codec.h. The all-gathers are those of comm.h, of the coded tensors; what is left to do when
-// they have ended, comm_wait does.
+// codec.c: see codec.h. All-gathers of comm.h send the coded tensors; comm_wait decodes them at the end.
 #include "codec.h"
 
 #include <stdlib.h>
@@ -12,14 +11,14 @@ typedef struct Coded {
     int64_t *counts;  // (members) elements of each part
     int members;
     Tensor all[CODEC_TENSORS];       // of all members, one after another
-    Request *before[CODEC_TENSORS];  // what the last one's end does not wait for
+    Request *before[CODEC_TENSORS];  // requests of the tensors; comm_wait of the last one waits for all
 } Coded;
 
 static int64_t coded_count(const Codec *codec, int tensor, int64_t count) {
     return count > 0 ? codec->count(codec->context, tensor, count) : 0;
 }
 
-// Where each member's part of a coded tensor stands: counts (members), and what they are together.
+// Elements of each member's part of a coded tensor: sets counts (members), and returns their sum.
 static int64_t coded_counts(const Coded *c, int tensor, int64_t *counts) {
     int64_t total = 0;
     for (int i = 0; i < c->members; i++) total += counts[i] = coded_count(c->codec, tensor, c->counts[i]);

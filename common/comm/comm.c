@@ -1,5 +1,5 @@
-// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The
-// requests are comm_requests.c's, what the ranks tell each other comm_agreement.c's.
+// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The requests
+// are in comm_requests.c, what the ranks tell each other in comm_agreement.c.
 #include <errno.h>
 #include <math.h>
 #include <omp.h>
@@ -50,7 +50,7 @@ uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {  // FNV-1a, ei
     return h;
 }
 
-// What a sandbox hides tells nothing apart.
+// A file that a sandbox hides adds nothing to the hash.
 static uint64_t hash_of_file(uint64_t h, const char *path) {
     FILE *file = fopen(path, "rb");
     if (!file) return h;
@@ -88,7 +88,7 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
 
 Group comm_world(void) {
     static const int alone[] = {0};
-    static int *everyone;  // since the start
+    static int *everyone;  // set once comm_start knows the ranks
     if (!everyone && comm.ranks > 1) {
         everyone = host_alloc(sizeof *everyone * (size_t)comm.ranks);
         for (int i = 0; i < comm.ranks; i++) everyone[i] = i;
@@ -106,8 +106,8 @@ int world_rank(Group group, int member) { return group.member ? group.member[mem
 
 // ---- groups that the data plane prepares ----
 
-// All ranks meet, and tell what they have: a group that needs nothing (this rank is no member, or the
-// only one), a new one, or one with the line and the members of an older one, by its handle.
+// All ranks meet, and each says what it needs: nothing (it is not a member, or the only one), a new group,
+// or one with the line and the members of an older group, which it names by its handle.
 enum { NOTHING = -2, NEW = -1 };
 
 static bool same_members(Group a, Group b) {
@@ -149,8 +149,8 @@ Operation *group_operation(const Request *r) {
 
 // ---- a dead rank ----
 
-// A process that its launcher has reaped is gone; of those that are not numbered as this one is the launcher
-// knows. -1: none.
+// A rank that has died, or -1: a process id that no longer exists, since its launcher has reaped it. Only
+// for processes in the same id namespace as this one; of others only the launcher knows.
 int find_dead(void) {
     for (int r = 0; comm.identity && r < comm.ranks; r++)
         if (r != comm.rank && !comm.peer[r].ended &&
@@ -162,8 +162,8 @@ int find_dead(void) {
 
 static const char DIED[] = " has died; all ranks end\n";
 
-// Ends this rank, as all others; the first to come here says why, if it knows: "rank 2" and what became of
-// it. Only calls that are allowed in a signal handler.
+// Ends this rank, as all others end; the first to come here says why, if it knows: "rank 2" and what
+// happened to it. Makes only calls that are allowed in a signal handler.
 static void end_with(int dead, const char *what) {
     if (control_claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
@@ -179,11 +179,12 @@ static void end_with(int dead, const char *what) {
     _exit(STATUS_USAGE);
 }
 
-// mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict
-// of FAIL is no disaster, nobody else would say why. From elsewhere the signal is meant for this rank.
+// When a rank dies, mpirun ends the others with SIGTERM. It runs with --quiet, so that a verdict of FAIL
+// does not look like a crash, and so nobody else would say why. A SIGTERM from elsewhere is meant for this
+// rank.
 static void on_terminate(int signal, siginfo_t *info, void *unused) {
     (void)signal, (void)unused;
-    bool meant = info->si_code <= 0 && info->si_pid != getppid();  // of a process: kill, sigqueue
+    bool meant = info->si_code <= 0 && info->si_pid != getppid();  // sent by a process: kill, sigqueue
     end_with(meant ? comm.rank : find_dead(), meant ? " was ended by SIGTERM; all ranks end\n" : DIED);
 }
 
@@ -193,19 +194,19 @@ bool claim_last_word(void) {
 }
 
 static void end_all(const char *sentence, int status) {
-    if (!*sentence) {  // nobody reads any more; seen by a thread that is not MPI's
+    if (!*sentence) {  // nobody reads the output any more; noticed by a thread that must not call MPI
         control_claim();
         _exit(status);
     }
-    comm.finished = true;  // leaving is no comm_finish
-    // Where all fail alike the lowest speaks, which is rank 0 as a rule.
+    comm.finished = true;  // so that exiting does not call comm_finish
+    // If all fail in the same way, the lowest rank speaks, usually rank 0.
     usleep((useconds_t)(comm.rank ? 60000 + 40000 * (comm.rank < 8 ? comm.rank : 8) : 0));
-    int dead = find_dead();  // then whatever else was found has come of that
+    int dead = find_dead();  // if there is one, its death is the cause of all else
     if (claim_last_word()) {
         if (dead >= 0) fprintf(stderr, "%s: rank %d has died; all ranks end\n", base_program(), dead);
         else fputs(sentence, stderr);
         fflush(NULL);
-        usleep(20000);  // mpirun passes the sentence on before it learns of the end
+        usleep(20000);  // so that mpirun passes on the sentence before it learns of the end
     } else {
         usleep(3000000);  // another has spoken, and ends this one
     }
@@ -214,7 +215,7 @@ static void end_all(const char *sentence, int status) {
     _exit(status);
 }
 
-// While this rank computes. (A push may itself wait for the device, and look.)
+// As in_flight_push: called while this rank computes. (lines_push may wait for the device and call back.)
 static void push(void) {
     if (comm.pushing || comm.finished) return;
     double began = wall_seconds();
@@ -222,7 +223,7 @@ static void push(void) {
     count_push(wall_seconds() - began);
 }
 
-// While the host waits for the device, which may itself wait for another rank's.
+// Called while the host waits for the device, which may itself wait for another rank's.
 static void look_from_device(void) {
     static int64_t turn;
     if (comm.alone || ++turn % 64) return;
@@ -232,7 +233,7 @@ static void look_from_device(void) {
 
 // ---- start and end ----
 
-// What stands behind --name in argv; NULL without it.
+// The value of --name in argv; NULL without it.
 static const char *argument(int argc, char **argv, const char *name) {
     size_t length = strlen(name);
     for (int i = 1; i < argc; i++) {
@@ -242,7 +243,7 @@ static const char *argument(int argc, char **argv, const char *name) {
     return NULL;
 }
 
-// Options that are not numbers are options_parse's to refuse.
+// The number given for --name in argv, else `standard`.
 static double number(int argc, char **argv, const char *name, double standard) {
     const char *text = argument(argc, argv, name);
     if (!text) return standard;
@@ -252,7 +253,7 @@ static double number(int argc, char **argv, const char *name, double standard) {
     return value;
 }
 
-// One thread per core and rank, as far as they go, unless the user has said otherwise.
+// Divides the cores among the ranks of this machine, a thread per core, unless the user has set the threads.
 static void share_cores(int ranks_here) {
     if (getenv("OMP_NUM_THREADS")) return;
     int threads = host_cores((int)sysconf(_SC_NPROCESSORS_ONLN)) / ranks_here, bound = omp_get_num_procs();
@@ -260,7 +261,7 @@ static void share_cores(int ranks_here) {
     omp_set_num_threads(threads > 1 ? threads : 1);
 }
 
-// Who else there is: all must run the same. Returns where this rank stands among them.
+// Exchanges identities, and checks that all ranks run the same program. Returns this rank's place.
 static Place check_identities(int argc, char **argv) {
     Identity mine = {.binary = hash_of_file(HASH_SEED, "/proc/self/exe"),
                      .arguments = HASH_SEED,
@@ -357,7 +358,7 @@ int comm_finish(int status) {
     for (int r = 0, turn = 1; r < comm.ranks; r += comm.peer[r].ended) {
         uint32_t count = doorbell_count();
         int dead = ++turn % 64 == 0 && look_is_due(wall_seconds()) ? find_dead() : -1;
-        notices_take();  // what a process sent before it ended has come now
+        notices_take();  // by now, all that a process sent before it ended has come
         for (int line = 0; line < COMM_LINES; line++)
             if (comm.peer[r].inbox[line].count)
                 notice_mismatch(comm.rank, &mine, r, &comm.peer[r].inbox[line].notice[0], "");
@@ -367,8 +368,8 @@ int comm_finish(int status) {
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, comm.timeout);
         if (comm.peer[r].ended && comm.peer[r].ended_status > worst) worst = comm.peer[r].ended_status;
     }
-    // From here on nobody is missed. mpirun may end the others when the first leaves with a status that is
-    // not 0.
+    // From here on a missing rank is no fault. When the first leaves with a status other than 0, mpirun may
+    // end the others.
     signal(SIGTERM, SIG_IGN);
     if (comm.rank == 0 && worst) launcher_hears();
     control_part(comm.timeout);

@@ -5,48 +5,43 @@
 //
 //     notice   The members tell each other what they call and when, on the model clock, they can begin:
 //                  ready = max(compute stream and port at the call, end of the line's previous request)
-//              A request gives its notices when those of the one before it have all come: `ready` is exact.
-//              When all have come: start = the latest ready, end = start + what the machine needs.
-//     data     The transport moves the bytes, one request of a line after another. Where it can, it gives
-//              this rank's beside the notices; but it uses nobody's before all notices have come.
+//              A request sends its notices only when all those of the one before have come, so `ready` is
+//              exact. When all have come: start = the latest ready, end = start + the model's duration.
+//     data     The transport moves the bytes, one request of a line after another. If it can, it sends this
+//              rank's bytes along with the notices; but it uses no others' before all notices have come.
 //     done     comm_wait may return; it makes the compute stream wait for `end`.
-//
-// Within a line. A rank blocked in the notices of one request has sent none of the next. So whatever a peer
-// has sent on this line and this rank has not asked for is what the peer is blocked in. Two ranks each
-// blocked in something that the other has not come to will wait for ever, and that is how mismatched calls,
-// other orders and sends that face each other are found, at once.
-//
-// Across lines. NCCL's kernels of two communicators may wait for each other where two ranks launch them in
-// different orders. So what a pair of ranks shares, they start in one order, whatever the lines. Each rank
-// numbers the calls that it shares with a peer, from 0 in the order of its starts, and its notice says
-// which numbers the call has: [before, before + width), where a batch of transfers is as wide as it has
-// transfers with this peer, since they all start at once. Two ranks have started all that they share in one
-// order if and only if for each call the two ranges overlap. (If the ranges of x and y overlap, and one
-// rank starts x before y while the other starts y before x, then its x begins behind the end of its y,
-// which lies behind the other's begin of y, which lies behind the end of x: x does not overlap.)
-//
-// NCCL's host, too, may wait inside a launch until the others come to theirs: where a first call connects
-// the members. A rank that waits there launches nothing else, so pairs are not enough: with calls a of ranks
-// 0 and 1, b of 1 and 2, c of 2 and 0, started as a before b before c by all, rank 0 may launch c, rank 2 b
-// and rank 1 a. So a rank launches nothing before a collective that it has started earlier. (Transfers
-// started earlier may stay behind: receives are often posted long before their senders come.)
-//
-// Only orders of starts that are circles themselves, over three ranks, are left to the timeout. Nothing
-// runs in the background: every call into comm pushes all lines on, and while requests are in flight so
-// does the end of every operation and, on a CPU, of each tile of a long one (tensor/in_flight.h). No bit
-// and no model time depends on it.
-//
-// On a GPU, too, a call is launched when all notices have come, although NCCL would have it wait on the
-// device. So a kernel there waits only for ranks that have come to it and launch theirs, whatever their
-// hosts do meanwhile. Launched before, it may wait for one that calls something else, or that waits for a
-// later call of this one; and a host that calls the driver in that state may not come back: the first
-// launch of a kernel loads it, an allocation makes the pool larger, NCCL sets up a communicator, and each
-// of them may wait for the device. Such a host compares no notices and sees no timeout, and the steps in
-// which ranks are found to differ are the first ones, which do all of that.
-//
-// Trusted calls (comm_set_check) give no notices and wait for none: data alone goes, and meets what the
-// other sends on the same line, in order, as with MPI or NCCL. What still ends a wait is a dead rank and
-// the timeout (look_after_all). `ready` is this rank's alone.
+// Within a line. A rank that waits for the notices of one request has sent none of the next. So if a peer
+// has sent a notice on this line that this rank has not asked for, that is the call in which the peer is
+// blocked. Two ranks, each blocked in a call that the other has not reached, would wait for ever; that is
+// how mismatched calls, different orders and sends that face each other are found, at once.
+// Across lines. NCCL's kernels of two communicators may wait for each other if two ranks launch them in
+// different orders. So two ranks start the calls that they share in one order, whatever the lines. Each
+// rank numbers the calls that it shares with a peer, from 0 in the order in which it starts them, and its
+// notice says which numbers the call has: [before, before + width), where the width of a batch is the
+// number of its transfers with this peer, since they all start at once. Two ranks have started all shared
+// calls in one order if and only if the two ranges of each call overlap. (Suppose that one rank starts x
+// before y and the other y before x, and that y's ranges overlap. Then on the first rank x ends before y
+// begins, which is before y ends on the other rank, which is before x begins there: x's ranges do not
+// overlap.)
+// The host may wait inside a launch of NCCL, too, until other ranks come to theirs: when a first call
+// connects the members. A rank that waits there launches nothing else, so an order within pairs is not
+// enough: with calls a of ranks 0 and 1, b of 1 and 2, c of 2 and 0, started as a, b, c by all, rank 0 may
+// launch c, rank 2 b and rank 1 a. So a rank launches nothing before a collective that it started earlier.
+// (Transfers started earlier may be overtaken: receives are often posted long before their senders come.)
+// Only start orders that form a cycle themselves, over three ranks, are left to the timeout. Nothing runs
+// in the background: every call into comm advances all lines, and while requests are in flight so does the
+// end of every operation and, on a CPU, of each tile of a long one (tensor/in_flight.h). No bit and no
+// model time depends on it.
+// On a GPU, too, a call is launched only when all notices have come, although NCCL would wait on the
+// device. So a kernel waits only for ranks that have reached its call and will launch it, whatever their
+// hosts do meanwhile. Launched earlier, it might wait for a rank that calls something else, or that waits
+// for a later call of this one; and a host that calls the driver in that state may not return: the first
+// launch of a kernel loads it, an allocation grows the pool, NCCL sets up a communicator, and each of these
+// may wait for the device. Such a host compares no notices and sees no timeout; and the first steps, which
+// do all of that, are also those in which ranks are found to differ.
+// Trusted calls (comm_set_check) send no notices and wait for none: only data is sent, and it is matched
+// with what the other sends on the same line, in order, as with MPI or NCCL. Only a dead rank and the
+// timeout can still end a wait (look_after_all). `ready` is that of this rank alone.
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -96,8 +91,7 @@ Notice notice_of(const Request *r, int i) {
 
 // ---- the order of what two ranks share ----
 
-// Of this rank's requests that wait for a notice of `rank`, the one that was started first, and which of
-// its notices that is.
+// The first started of this rank's requests that wait for a notice of `rank`; *item: which notice that is.
 static const Request *oldest_unmet(int rank, int *item) {
     const Request *oldest = NULL;
     for (const Request *r = comm.live; r; r = r->live_after)
@@ -112,13 +106,13 @@ static const Request *oldest_unmet(int rank, int *item) {
 
 #define ONE_ORDER ": what two ranks share, both start in one order, in whatever groups"
 
-// This rank has started something with `rank` before the call of this notice, and that rank after it.
-// `answer` is this rank's part of that call, or NULL if it has not come to it.
+// Ends all: this rank started some call with `rank` before the call of this notice, and that rank after it.
+// `answer` is this rank's request of the notice's call, or NULL if it has not reached it.
 static void crossed(int rank, const Notice *theirs, const Request *answer) NO_RETURN;
 static void crossed(int rank, const Notice *theirs, const Request *answer) {
     int item = 0;
     const Request *r = oldest_unmet(rank, &item);
-    // What came first here may have met the other's already.
+    // The call that was first here may have met its notice already.
     CHECK(
         r && r != answer,
         "rank %d called %s in group %s before another call that it shares with rank %d, which did so after "
@@ -128,8 +122,8 @@ static void crossed(int rank, const Notice *theirs, const Request *answer) {
     notice_mismatch(comm.rank, &mine, rank, theirs, ONE_ORDER);
 }
 
-// What a rank has sent on a line where this one has started nothing more with it: this one's calls must all
-// be among those that the other has started, up to and with this one.
+// Checks a notice that `rank` has sent on a line on which this rank waits for none of it: all calls that
+// this rank has started with it must be among those that `rank` has started, up to and including this one.
 static void check_unasked(int rank, Line line) {
     const Peer *peer = &comm.peer[rank];
     const Inbox *inbox = &peer->inbox[line];
@@ -138,7 +132,7 @@ static void check_unasked(int rank, Line line) {
     if (peer->launched >= first->before + first->width) crossed(rank, first, NULL);
 }
 
-// Numbers what this request shares with others.
+// Numbers the calls that this request shares with other ranks.
 static void number_calls(Request *r) {
     for (int i = 0; i < notices_of(r); i++)
         if (!notice_is_own(r, i)) r->before[i] = comm.peer[notice_rank(r, i)].launched;
@@ -194,14 +188,14 @@ void notices_take(void) {
 static void give_notices(Request *r) {
     double line_end = comm.line[line_of(r)].end;
     r->ready = r->called > line_end ? r->called : line_end;
-    r->end = r->ready;  // grows to the latest
+    r->end = r->ready;  // becomes the latest of all
     const double *mine = r->values ? r->values + r->call.group.rank * r->value_count : NULL;
     for (int i = 0; i < notices_of(r); i++) {
         if (r->trusted && r->open) r->open[i] = INT64_MAX;
         if (r->met[i] || (r->met[i] = r->trusted || notice_is_own(r, i))) continue;
         Notice notice = notice_of(r, i);
         r->missing++;
-        // Values on the host take as many notices as they need.
+        // Values of a sum on the host are split over as many notices as they need.
         for (int first = 0; first == 0 || first < r->value_count; first += NOTICE_VALUES) {
             int rest = r->value_count - first;
             notice.values = rest < NOTICE_VALUES ? rest : NOTICE_VALUES;
@@ -234,7 +228,7 @@ static void compare(const Request *r, int i, const Notice *theirs) {
         notice_mismatch(comm.rank, &mine, rank, theirs, ", split in other parts");
 }
 
-// Takes this notice out of the inbox: it is the one for i, or part of it.
+// Takes this notice, the one for i or a part of it, out of the inbox.
 static void meet(Request *r, int i, int inbox_index) {
     Peer *peer = &comm.peer[notice_rank(r, i)];
     Inbox *inbox = &peer->inbox[line_of(r)];
@@ -255,7 +249,7 @@ static void meet(Request *r, int i, int inbox_index) {
     check_unasked(notice_rank(r, i), line_of(r));
 }
 
-// The other end of transfer i among what its peer has sent, or -1.
+// Index of the other end of transfer i among the notices of its peer, or -1.
 static int find_transfer(const Request *r, int i) {
     const Inbox *inbox = &comm.peer[notice_rank(r, i)].inbox[line_of(r)];
     for (int j = 0; j < inbox->count; j++) {
@@ -280,9 +274,9 @@ static void meet_notices(Request *r) {
             notice_mismatch(comm.rank, &mine, rank, &theirs, "");
         }
     }
-    // All that a peer's call has for me is here, nothing of it is for this request, and this one lacks the
-    // peer: both are blocked for ever. (Transfers earlier in the list may have been served by the same
-    // call; so this comes after.)
+    // If all notices of a peer's call for this rank have come, none of them belongs to this request, and
+    // this request lacks the peer's notice, then both are blocked for ever. (Transfers earlier in the list
+    // may take notices of the same call, so this check comes after them.)
     for (int i = 0; i < notices_of(r); i++) {
         const Inbox *inbox = r->met[i] ? NULL : &comm.peer[notice_rank(r, i)].inbox[line_of(r)];
         if (!inbox || inbox->count == 0 || inbox->notice[inbox->count - 1].left > 0) continue;
@@ -317,8 +311,8 @@ static bool share_a_peer(const Request *a, const Request *b) {
     return false;
 }
 
-// Whether the transport must be given another request before this one: ranks launch their collectives, and
-// what they share with one peer, in the order in which they started it.
+// Whether another request must be launched before this one: ranks launch their collectives, and all that
+// they share with one peer, in the order in which they started them.
 static bool must_follow(const Request *r) {
     if (!transport_launches()) return false;
     for (const Request *other = comm.live; other; other = other->live_after)
@@ -328,8 +322,8 @@ static bool must_follow(const Request *r) {
     return false;
 }
 
-// A batch of transfers need not wait for its last notice: what it has with one peer may be what this peer
-// waits for before it comes to the rest. What runs early gives its bytes beside its notices.
+// A batch of transfers does not wait for its last notice: one peer may need its transfer before it can
+// reach the rest. A call that runs early sends its bytes along with its notices.
 static bool may_move(const Request *r) {
     bool early = r->given && (r->call.kind == TRANSFERS || r->call.agreed);
     return (r->agreed || early) && (r->operation || !must_follow(r));
@@ -384,15 +378,15 @@ static void deadlock(double seconds) NO_RETURN;
 static void deadlock(double seconds) {
     char text[512];
     describe_wait(text, sizeof text);
-    // The first to give up asks the others where they are. They say so, once each; then all end.
+    // The first to give up asks the others what they wait for. Each says so once; then all end.
     for (int r = 0; r < comm.ranks && claim_last_word(); r++)
         if (r != comm.rank && !comm.peer[r].ended) control_send(&(Notice){.kind = WHERE}, r);
     for (double until = wall_seconds() + 0.3; wall_seconds() < until;) notices_take(), sched_yield();
     fatal("%s, for %.3g s (--timeout)", text, seconds);
 }
 
-// A turn of a loop that waits takes a microsecond or, where many processes share a core, many milliseconds:
-// so what costs system calls is due by the clock, and not by the number of turns.
+// A turn of a waiting loop takes a microsecond or, if many processes share a core, many milliseconds. So
+// checks that cost system calls are scheduled by the clock, not by the number of turns.
 bool look_is_due(double now) {
     static const double EVERY = 0.02;  // seconds
     static double next;
@@ -415,11 +409,11 @@ typedef struct Wait {
     double began, looked, waited;  // waited: the seconds that count
 } Wait;
 
-// One turn of a loop that waits. Of the time between two looks at most a second counts: a rank that was
-// stopped, or that others kept from its core, has not looked in vain meanwhile.
+// One turn of a waiting loop. Of the time between two turns at most a second counts towards the timeout: a
+// rank that was stopped, or did not get a core, did not look in that time.
 static void wait_turn(Wait *wait, int64_t turn) {
-    // A short wait is a few cache lines long: only with more ranks than cores is it too long. And who only
-    // looks leaves the doorbell in the cache of whoever rings.
+    // A short wait takes a few cache misses, and polling is too long only with more ranks than cores.
+    // Polling also leaves the doorbell in the cache of the rank that rings it.
     bool may_sleep = control_crowded() || turn % 64 == 0;
     uint32_t count = may_sleep ? doorbell_count() : 0;
     lines_push();
@@ -437,7 +431,7 @@ void request_await(Request *r) {
     double began = wall_seconds();
     Wait wait = {.began = began, .looked = began};
     comm.waiting = r;
-    device_open();  // once, not at each of many thousand turns
+    device_open();  // once, not in each of many thousand turns
     lines_push();
     for (int64_t turn = 1; !r->done; turn++) wait_turn(&wait, turn);
     device_close();

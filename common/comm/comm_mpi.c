@@ -1,25 +1,23 @@
 // comm_mpi.c: the data plane over Open MPI. Real messages between real processes: MPI_Isend and MPI_Irecv
-// across machines, memory that MPI shares (MPI_Win_allocate_shared) within one; nothing in here can hang.
+// across machines, shared memory of MPI (MPI_Win_allocate_shared) within one; no call in here can block.
 //
-// A collective is a set of flows, each a run of segments to or from one peer. The algorithms are direct:
-// everyone talks with everyone, which sends the least that is possible and keeps the order of a sum in one
-// hand.
+// A collective is a set of flows, each a sequence of segments to or from one peer. The algorithms are
+// direct: every member exchanges with every other, which sends the fewest bytes possible and lets one rank
+// determine the order of a sum.
 //
 //     all_reduce of t, n = 3, on member 1             flows of member 1
-//       1. piece i of t goes to member i                gives   pieces 0, 2 to members 0, 2
-//                                                       takes   piece 1 of members 0, 2
+//       1. piece i of t goes to member i                sends     pieces 0, 2 to members 0, 2
+//                                                       receives  piece 1 from members 0, 2
 //       2. member 1 adds the three pieces 1,
-//          0 first, into its t
-//       3. and gives the sum to all                     returns piece 1 to members 0, 2
-//                                                       fetches pieces 0, 2 from members 0, 2
-//
-// If t fits in one segment, two members do with one exchange instead of two: each gives the other all of t,
-// and both add, member 0's copy first. The bytes and the bits are the same. (A larger t would stay in the
-// cache less well: both read and write all of it.)
-//
-// reduce_scatter is steps 1 and 2, all_gather is step 3, reduce has step 3 with the root alone; the rest
-// have no step 2. A segment is added as soon as all its copies are there, and is sent back while the next
-// ones come in: what waits to be added stays in the cache, and takes WINDOW segments per member, however
+//          member 0's first, into its t
+//       3. and sends the sum to all                     sends     piece 1 to members 0, 2
+//                                                       receives  pieces 0, 2 from members 0, 2
+// If t fits in one segment, two members need one exchange instead of two: each sends the other all of t,
+// and both add, member 0's copy first. The bytes and the bits are the same. (With a larger t both would
+// read and write all of it, and the cache would hold less.)
+// reduce_scatter is steps 1 and 2, all_gather is step 3, reduce has step 3 to the root only; the others
+// have no step 2. A segment is added as soon as all its copies have come, and is sent back while the next
+// ones arrive: what is yet to be added stays in the cache, and takes WINDOW segments per member, however
 // large the tensor.
 #include "comm_mpi.h"
 
@@ -31,7 +29,7 @@
 static struct {
     int rank;
     int64_t segment;                                                 // bytes
-    int64_t (*given)[COMM_LINES][TAGS], (*taken)[COMM_LINES][TAGS];  // segments ever, to and from each rank
+    int64_t (*given)[COMM_LINES][TAGS], (*taken)[COMM_LINES][TAGS];  // segments so far, by rank
     struct {
         char *memory;
         size_t bytes;
@@ -76,8 +74,8 @@ bool transport_prepares_groups(void) { return false; }
 
 bool transport_launches(void) { return false; }
 
-// In shared memory nobody sees what is given but who looks. A message that comes early may be too long for
-// the receive that it meets.
+// Only where all members share memory: what is put there is seen only by a member that looks. A message
+// that arrives early might be too long for the receive that it matches.
 bool transport_runs_early(const Collective *c) {
     for (int i = 0; i < c->group.size; i++)
         if (i != c->group.rank && !shares_with(c->group.member[i])) return false;
@@ -135,7 +133,7 @@ static char *flow_slot(const Flow *flow, int64_t segment) {
                       : slot(writer, reader, flow->line, flow->count + segment);
 }
 
-// Where segment of a held flow is to be read.
+// Where a segment of a held flow is read.
 static const char *flow_held(const Flow *flow, int64_t segment) {
     return flow->channel ? flow_slot(flow, segment) : flow->base + segment % WINDOW * state.segment;
 }
@@ -163,14 +161,14 @@ static void post_message(Operation *o, Flow *flow) {
     }
 }
 
-// All that has become possible in shared memory; true if something was.
+// Does all that has become possible in shared memory; true if there was something.
 static bool push_shared_send(Operation *o, Flow *flow) {
     int64_t posted = flow->posted,
             taken = atomic_load_explicit(&flow->channel->taken, memory_order_acquire) - flow->count;
     int64_t done = taken < flow->segments ? taken < 0 ? 0 : taken : flow->segments;
     bool moved = done > flow->done, full = false;
     flow->done = done;
-    // Slots are counted along the channel: what stood WINDOW before must be taken.
+    // Slots are counted along the channel: the segment WINDOW before must have been taken.
     while (flow_may_post(flow) && flow->posted - taken < WINDOW) {
         int64_t segment = flow->posted, bytes = segment_bytes(flow->bytes, segment);
         if (!flow->cast || segment >= o->cast) {
@@ -193,9 +191,9 @@ static bool push_shared_send(Operation *o, Flow *flow) {
     return moved || flow->posted > posted;
 }
 
-// Gives the slots of so many segments back. Who gave them waits for that when it has no slot left, or, of
-// what is for all, until all is taken; else it need not be rung for. Should it fill its last slot just now,
-// it may sleep unrung, which is a millisecond at most (doorbell.h).
+// Frees the slots of this many segments. The sender waits for that only if it has no free slot left or, for
+// segments that go to all, until all have been taken; otherwise its doorbell need not be rung. If it fills
+// its last slot just now, it may sleep without being rung, for a millisecond at most (doorbell.h).
 static void give_back(const Flow *flow, int64_t segments) {
     int64_t taken = flow->count + segments;
     atomic_store_explicit(&flow->channel->taken, taken, memory_order_release);
@@ -211,7 +209,7 @@ static bool push_shared_receive(const Operation *o, Flow *flow) {
         int64_t segment = flow->posted++;
         flow->done++;
         moved = true;
-        if (flow->held) continue;  // reduce_next gives it back
+        if (flow->held) continue;  // reduce_next frees it
         memcpy(flow->base + segment * state.segment, flow_slot(flow, segment),
                (size_t)segment_bytes(flow->bytes, segment));
         give_back(flow, flow->done);
@@ -219,16 +217,17 @@ static bool push_shared_receive(const Operation *o, Flow *flow) {
     return moved;
 }
 
-// Segments whose bytes a sender may overwrite: in shared memory those that stand in a slot.
+// Segments whose bytes the sender may overwrite: in shared memory, those already copied into a slot.
 static int64_t flow_left(const Flow *flow) { return flow->channel ? flow->posted : flow->done; }
 
-// Whether an operation need not wait for this flow. Slots are counted along their channel, so those that
-// are still to be read bother no later operation; but the slots of what is for all are not.
+// Whether an operation need not wait for this flow any more. Slots are counted along their channel, so
+// those that are yet to be read do not disturb a later operation; but slots of segments that go to all are
+// not.
 static bool flow_over(const Flow *flow) {
     return (flow->send && !flow->cast ? flow_left(flow) : flow->done) == flow->segments;
 }
 
-// Adds the next segment of my piece, if all its copies are there and the result has room.
+// Adds the next segment of my piece, if all its copies have come and the result has room.
 static bool reduce_next(Operation *o) {
     int64_t segment = o->reduced;
     if (segment == o->segments) return false;
@@ -255,7 +254,7 @@ static bool push_messages(Operation *o) {
             post_message(o, &o->flow[i]);
     int count = 0;
     MPI_Testsome(o->flows * WINDOW, o->request, &count, o->indices, MPI_STATUSES_IGNORE);
-    for (int i = 0; i < count; i++) {  // MPI_UNDEFINED, when nothing is under way, is negative
+    for (int i = 0; i < count; i++) {  // count is MPI_UNDEFINED, which is negative, if nothing is in flight
         Flow *flow = &o->flow[o->indices[i] / WINDOW];
         flow->landed[o->indices[i] % WINDOW] = true;
         while (flow->done < flow->posted && flow->landed[flow->done % WINDOW])
@@ -272,7 +271,7 @@ bool transport_test(Operation *o) {
                 moved |= o->flow[i].send ? push_shared_send(o, &o->flow[i])
                                          : push_shared_receive(o, &o->flow[i]);
         if (o->messages) moved |= push_messages(o);
-        // What was reduced goes out before the next is.
+        // What has been reduced is sent before the next is reduced.
         if (o->reduces) moved |= reduce_next(o);
     }
     for (int i = 0; i < o->flows; i++)
@@ -286,7 +285,7 @@ bool transport_test(Operation *o) {
 void *transport_mark(void) { return NULL; }
 
 Operation *transport_run(const Collective *collective) {
-    // One block, so small where members are few that the heap has it at hand.
+    // One block, so small with few members that the heap has it at hand.
     size_t n = (size_t)collective->group.size,
            most = collective->kind == TRANSFERS ? (size_t)collective->transfer_count : 4 * (n - 1);
     Operation *o = host_alloc(sizeof *o + sizeof *o->flow * most + sizeof *o->taken * n);

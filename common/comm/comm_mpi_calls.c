@@ -1,4 +1,4 @@
-// comm_mpi_calls.c: the flows of each call.
+// comm_mpi_calls.c: the flows of which each call consists.
 #include "comm_mpi.h"
 
 // Bytes of part i, and where it begins.
@@ -12,7 +12,7 @@ static int64_t part_offset(const Collective *c, const int64_t *counts, int i) {
     return offset;
 }
 
-// The piece that member i adds, of a small all-reduce of two members all.
+// Bytes of the piece that member i sums up; in a small all-reduce of two members, the whole tensor.
 static int64_t piece_bytes(const Operation *o, int i) {
     const Collective *c = &o->call;
     return o->whole ? part_offset(c, c->in_counts, 2) : part_bytes(c, c->in_counts, i);
@@ -22,8 +22,8 @@ static int64_t piece_offset(const Operation *o, int i) {
     return o->whole ? 0 : part_offset(&o->call, o->call.in_counts, i);
 }
 
-// Steps 1 and 2: everyone's copies of my piece come to me and are added into `result`. Returns by member
-// the flows that give away my copies.
+// Steps 1 and 2: all members' copies of my piece come to me and are added into `result`. Returns in
+// `given`, by member, the flows that send my copies.
 static void start_reduction(Operation *o, const char *in, char *result, bool result_ring, Flow **given) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
@@ -66,7 +66,7 @@ static void start_all_reduce(Operation *o) {
         Flow *back = flow_add(o, true, i, TAG_RESULT, o->result, o->piece_bytes);
         back->cast = true;
         back->limit = &o->reduced;
-        // The sum comes back to where my copy stood; that one must have left.
+        // The sum comes back to where my copy was; that must have been sent.
         Flow *sum = flow_add(o, false, i, TAG_RESULT, given[i]->base, given[i]->bytes);
         sum->cast = true;
         sum->limit = &given[i]->done;
@@ -81,7 +81,7 @@ static void start_reduce(Operation *o) {
     start_reduction(o, t, t + part_offset(c, c->in_counts, me), me != root, given);
     if (me != root) {
         Flow *back = flow_add(o, true, root, TAG_RESULT, o->result, o->piece_bytes);
-        back->cast = true;  // to one reader, but not in the slots of what is given to it
+        back->cast = true;  // to one reader, but not through the slots of what is sent to it
         back->limit = &o->reduced;
         o->given_back = back;
     }
@@ -93,7 +93,8 @@ static void start_reduce(Operation *o) {
     }
 }
 
-// Parts of `in` to members, parts of `out` from them; NULL counts: nothing that way. My own part is copied.
+// Sends parts of `in` to members, receives parts of `out` from them; NULL counts: nothing in that
+// direction. My own part is copied.
 static void start_exchange(Operation *o, const char *in, const int64_t *in_counts, char *out,
                            const int64_t *out_counts) {
     const Collective *c = &o->call;
@@ -101,7 +102,7 @@ static void start_exchange(Operation *o, const char *in, const int64_t *in_count
     if (in_counts && out_counts)
         copy_part(out + part_offset(c, out_counts, me), in + part_offset(c, in_counts, me),
                   part_bytes(c, in_counts, me));
-    // Everyone begins with its right neighbour, so that not all talk to member 0 first.
+    // Each begins with its right neighbour, so that not all send to member 0 first.
     for (int step = 1; step < n; step++) {
         int to = (me + step) % n, from = (me - step + n) % n;
         if (in_counts)
@@ -129,7 +130,7 @@ static void start_all_gather(Operation *o) {
     if (!o->keep) copy_part(out + part_offset(c, c->out_counts, me), c->in, bytes);
 }
 
-// Between the root and everyone else: `mine` stands at a member, part i of `all` at the root.
+// Between the root and all others: part i of `all` at the root, `mine` at member i.
 static void start_rooted(Operation *o, bool to_root, char *mine, char *all) {
     const Collective *c = &o->call;
     const int64_t *counts = to_root ? c->out_counts : c->in_counts;

@@ -1,12 +1,11 @@
 // comm_mpi_shared.c: memory that MPI shares among the ranks of one machine.
-//
 // Each rank has an area that the others of its machine can read: for each line a row of WINDOW slots for
-// each of them, and, in the row that would be its own, what is for all. A writer fills a slot and counts it
-// as given; the reader uses it where it is, and counts it as taken, which frees it. All counts only grow.
-// An operation ends when what it gave to all is taken, so the next one of its line finds those slots free;
-// the others are counted from operation to operation, and an operation ends when its last segment stands in
-// one. The areas belong to the transport, as a GPU's channel buffers belong to NCCL: the account of device
-// memory knows only of what a tensor holds or staging() takes.
+// each of them and, in place of its own row, slots for what goes to all. A writer fills a slot and counts
+// it as given; the reader uses it in place, and counts it as taken, which frees it. All counts only grow.
+// An operation ends only when what it gave to all has been taken, so the next one of its line finds those
+// slots free; the other slots are counted across operations, and an operation ends when its last segment is
+// in one. The areas belong to the transport, as a GPU's channel buffers belong to NCCL: the account of
+// device memory includes only tensors and what staging() takes.
 
 #include <mpi.h>
 #include <stdlib.h>
@@ -22,9 +21,9 @@ static struct {
     int64_t segment;
     MPI_Win window;
     bool sharing;
-    char **area;  // of each rank of this machine, else NULL; it begins with the rank's doorbell
+    char **area;  // by rank, NULL on other machines; it begins with the rank's doorbell
     Doorbell **doorbell;
-    int *local;   // its number among them
+    int *local;   // its number among the ranks of this machine
 } state;
 
 // An area begins with its rank's doorbell, its mailboxes to the others here, and its channels.
@@ -59,7 +58,7 @@ void share_memory(Place place) {
     int here, me;
     MPI_Comm_size(machine, &here);
     MPI_Comm_rank(machine, &me);
-    // Containers have as little as 64 MB to share; with very many ranks everything goes through messages.
+    // Containers may have only 64 MB of shared memory; with very many ranks everything is sent as messages.
     int64_t segment = MOST_SEGMENT;
     while (segment * here * here * WINDOW * COMM_LINES > MOST_SHARED) segment /= 2;
     MPI_Allreduce(&segment, &state.segment, 1, MPI_INT64_T, MPI_MIN, MPI_COMM_WORLD);
@@ -77,8 +76,8 @@ void share_memory(Place place) {
         size_t bytes = channels_bytes() + (size_t)(COMM_LINES * here * WINDOW * state.segment);
         char *mine;
         control_check_shared((double)here * (double)bytes, here);
-        MPI_Barrier(machine);  // looked at before the first takes its part
-        // One line more: areas begin where MPI likes, and channels on a line.
+        MPI_Barrier(machine);  // all have checked before the first takes its part
+        // One cache line more: MPI aligns areas as it likes, and channels must begin on a cache line.
         MPI_Win_allocate_shared((MPI_Aint)(bytes + CACHE_LINE), 1, MPI_INFO_NULL, machine, &mine,
                                 &state.window);
     }
@@ -93,7 +92,7 @@ void share_memory(Place place) {
     }
     if (state.sharing) memset(state.area[rank], 0, channels_bytes());
     MPI_Barrier(machine);
-    // Messages of ranks that share no memory ring no doorbell.
+    // Only if all ranks share memory: messages ring no doorbell.
     if (state.sharing && here == ranks) doorbells_use(state.doorbell, rank);
     mailboxes_use(ranks);
     for (int r = 0; r < ranks; r++)

@@ -4,15 +4,15 @@
 #include "comm_mpi.h"
 
 #if defined __AVX512F__ && !defined __clang__
-#pragma GCC target "prefer-vector-width=512"  // where GCC would take half of it
+#pragma GCC target "prefer-vector-width=512"  // where GCC would use half of it
 #endif
 
-enum { BLOCK = 2048 };  // elements that are added at once, in the first-level cache
+enum { BLOCK = 2048 };  // elements added at once, within the first-level cache
 
 static void add_f32(float *sum, const float *x, int64_t count, ReduceOp op) {
     if (op == REDUCE_SUM)
         for (int64_t i = 0; i < count; i++) sum[i] += x[i];
-    else  // the comparisons are false where x is NaN or less; a NaN in sum stays
+    else  // the comparison is false if x is NaN or less; a NaN in sum stays
         for (int64_t i = 0; i < count; i++) sum[i] = sum[i] >= x[i] || sum[i] != sum[i] ? sum[i] : x[i];
 }
 
@@ -30,7 +30,7 @@ static void add_i32(uint32_t *sum, const uint32_t *x, int64_t count, ReduceOp op
         for (int64_t i = 0; i < count; i++) sum[i] = (int32_t)sum[i] > (int32_t)x[i] ? sum[i] : x[i];
 }
 
-// out = the sum of n sources, the first first. out may be one of them.
+// out = the sum of n sources, in order. out may be one of them.
 static void reduce_block(void *out, const char *const *source, int n, int64_t count, DType dtype,
                          ReduceOp op) {
     union {

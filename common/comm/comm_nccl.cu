@@ -1,23 +1,21 @@
 // comm_nccl.cu: the data plane over NCCL, between GPUs.
 //
-// Each line has a communication stream and communicators of its own, joined to the compute stream by
+// Each line has its own communication stream and communicators, synchronized with the compute stream by
 // events:
 //
 //     compute   ... gradient | next layer's backward ...        | what uses the sum
 //                            mark                                wait
 //     NCCL                   '--> all-reduce -------------- end --'
-//
-// The mark is recorded at the call, so a collective waits for what was given to the device before it and
+// The mark is recorded in the call, so a collective waits for what was issued to the device before it and
 // for nothing later; comm_wait makes the compute stream wait for the end, and the host goes on. Memory is
-// released in the order of the compute stream (device_cuda.h), that is after that end: a tensor freed
-// behind comm_wait outlives the transfer of its bytes.
-//
-// Communicators are blocking: a call returns when the device has been given the work, which takes
-// microseconds. (On a non-blocking one NCCL starts a thread for each group of calls, and for each call
+// released in the order of the compute stream (device_cuda.h), that is, after that end: a tensor that is
+// freed after comm_wait outlives the transfer of its bytes.
+// Communicators are blocking: a call returns when the work has been issued to the device, which takes
+// microseconds. (With a non-blocking one NCCL starts a thread for each group of calls, and for each call
 // outside a group.) But where communicators are made, and where a first call connects members, NCCL waits
-// for the other ranks, and nobody looks meanwhile. They have all given their notices by then, as a rule; if
-// one is lost nevertheless, a timer ends this rank after twice --timeout (call_begin), or mpirun ends it
-// when it hears of a death. What waits on the device is looked at by transport_poll.
+// for the other ranks, and nothing checks on them meanwhile. Usually they have all sent their notices by
+// then; if one is lost nevertheless, a timer ends this rank after twice --timeout (call_begin), or mpirun
+// ends it when it learns of the death. Waits on the device are checked by transport_poll.
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -67,7 +65,7 @@ static const char *version_text(int version) {
 
 // ---- calls in which NCCL may wait for other ranks ----
 
-// What was watched before: the end of a run is, around all of transport_finish (control_part).
+// The watch that call_begin replaced: control_part watches all of transport_finish at the end of a run.
 static Watch before_call;
 
 void call_begin(void) {
@@ -101,9 +99,9 @@ static void event_free(cudaEvent_t event) {
     state.spare[state.spares++] = event;
 }
 
-// Of the answer to a query: whether the device has come so far.
+// Whether the device has come this far, by the status of a query.
 static bool is_done(cudaError_t status) {
-    if (status == cudaErrorNotReady) cudaGetLastError();  // no error; the next launch would take it for one
+    if (status == cudaErrorNotReady) cudaGetLastError();  // or the next launch reports it as an error
     else CUDA_CHECK(status);
     return status == cudaSuccess;
 }
@@ -112,7 +110,7 @@ static bool has_happened(cudaEvent_t event) { return is_done(cudaEventQuery(even
 
 static cudaStream_t compute_stream(void) { return (cudaStream_t)device_stream(); }
 
-// What `after` is given from now on waits for all that `before` has been given.
+// What is issued to `after` from now on waits for all that has been issued to `before`.
 static void join_streams(cudaStream_t after, cudaStream_t before) {
     cudaEvent_t event = event_new();
     CUDA_CHECK(cudaEventRecord(event, before));
@@ -125,7 +123,7 @@ static cudaStream_t stream(Line line) {
         compute_stream();  // the device has been chosen
         int least, greatest;
         CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-        // Bytes first: a kernel of NCCL needs few multiprocessors, and keeps other GPUs waiting.
+        // Communication has priority: a kernel of NCCL needs few multiprocessors, and other GPUs wait for it.
         CUDA_CHECK(cudaStreamCreateWithPriority(&state.line[line].stream, cudaStreamNonBlocking, greatest));
     }
     return state.line[line].stream;
@@ -139,7 +137,7 @@ char *scratch(const Operation *o, size_t bytes) {
     char **memory = &state.line[line_of(o)].scratch;
     size_t *held = &state.line[line_of(o)].scratch_bytes;
     if (bytes > *held) {
-        // The old one is released when all that uses it is done.
+        // The old memory is released when all that uses it is done.
         join_streams(compute_stream(), stream_of(o));
         if (*memory) device_free(MEMORY_COMMUNICATION, *memory, *held);
         *memory = (char *)device_alloc(MEMORY_COMMUNICATION, bytes);
@@ -157,7 +155,7 @@ bool transport_prepares_groups(void) { return true; }
 
 bool transport_launches(void) { return true; }
 
-// A kernel that waits for ranks that do not come stops a host that calls the driver (comm_agreement.c).
+// A kernel that waits for ranks that never come can block a host that calls the driver (comm_agreement.c).
 bool transport_runs_early(const Collective *c) { return (void)c, false; }
 
 static int version(void) {
@@ -184,13 +182,13 @@ const char *transport_text(void) {
 
 typedef struct Card {
     uint64_t machine;
-    char bus[32];  // its place in the machine
+    char bus[32];  // its PCI address
 } Card;
 
 static bool same_card(Card a, Card b) { return a.machine == b.machine && !strcmp(a.bus, b.bus); }
 
-// NCCL refuses two ranks of one host on one GPU. It tells hosts apart by NCCL_HOSTID; so ranks that share
-// a GPU say that each is a host of its own. All must be set before NCCL looks.
+// NCCL refuses two ranks of one host on one GPU. It identifies hosts by NCCL_HOSTID; so ranks that share a
+// GPU each claim to be a host of their own. All variables must be set before NCCL reads them.
 static void choose_mode(void) {
     int ranks = state.place.ranks, device;
     Card mine = {}, *all = (Card *)host_alloc(sizeof mine * (size_t)ranks);
@@ -272,7 +270,7 @@ Operation *transport_group(Group group, int color, int as) {
     return o;
 }
 
-// NCCL wants nothing else under way on the parent of a split: so it may take several steps.
+// NCCL allows nothing else in flight on the parent of a split, so this may take several steps.
 static void next_of_group(Operation *o) {
     Group group = o->call.group;
     if (!state.joined) join();
@@ -315,7 +313,7 @@ static void next(Operation *o) {
     else next_of_call(o);
 }
 
-// The device has been given all of it.
+// All of the operation has been issued to the device.
 static void take_off(Operation *o) {
     o->flown = true;
     CUDA_CHECK(cudaEventRecord(o->flight->end, stream_of(o)));
@@ -415,7 +413,7 @@ static void leave(int signal) {
     _exit(STATUS_USAGE);
 }
 
-// Ends the kernels that wait for other ranks. NCCL may hang in it, the alarm does not.
+// Ends the kernels that wait for other ranks. If NCCL hangs in this, the alarm ends the process.
 void transport_abort(void) {
     signal(SIGALRM, leave);
     alarm(3);

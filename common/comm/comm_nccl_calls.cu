@@ -1,26 +1,25 @@
 // comm_nccl_calls.cu: what each call of comm.h asks of NCCL.
-//
-// Sums. ncclAllReduce, ncclReduce and ncclReduceScatter add f32, f64 and i32. They would add 16-bit
-// numbers in 16 bits (rounded at each hop of the ring: small gradients are lost), and their maximum
-// forgets NaN. So sums of narrow dtypes and maxima of floats go as comm_mpi.c's do, by members' pieces:
+// Sums. ncclAllReduce, ncclReduce and ncclReduceScatter add f32, f64 and i32. They would add 16-bit numbers
+// in 16 bits (rounded at each hop of the ring, which loses small gradients), and their maximum ignores NaN.
+// So sums of narrow dtypes and maxima of floats are done as in comm_mpi.c, where each member reduces a
+// piece:
 //
 //     1. piece i of every member goes to member i        grouped ncclSend, ncclRecv
 //     2. member i reduces the copies, 0 first, in f32    reduce_members, below
-//     3. and gives the result to who is to have it       grouped ncclSend, ncclRecv
+//     3. and sends the result to those who need it       grouped ncclSend, ncclRecv
+// That sends as many bytes as a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n - 1);
+// on several nodes it forgoes what a tree would save. Long pieces are sent in chunks, all issued to the
+// stream at once: the stream keeps their order, so that they can share one scratch buffer, and step 3 of a
+// chunk is in one group with step 1 of the next.
 //
-// That sends the very bytes of a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n -
-// 1); on several nodes it leaves out what a tree would save. Long pieces go in chunks, all given to the
-// stream at once: it keeps their order, so that they share one scratch, and step 3 of a chunk goes in one
-// group with step 1 of the next.
-//
-// Bytes are those of comm.h, which is what the algorithms of this book are charged with; NCCL may choose a
-// tree, or the switch's own adders, and put other bytes on the wire.
+// The bytes counted are those of comm.h, which this book charges for its algorithms; NCCL may choose a
+// tree, or reductions in the switch, and put a different number of bytes on the wire.
 #include <string.h>
 
 #include "comm_nccl.h"
 #include "cuda/ops_cuda.h"
 
-enum { CHUNK_BYTES = 4 << 20 };  // of a piece, that a member reduces at once: n of these are its scratch
+enum { CHUNK_BYTES = 4 << 20 };  // of a piece, reduced by a member at once; its scratch holds n of these
 
 // ---- moving bytes ----
 
@@ -44,7 +43,7 @@ static void copy(const Operation *o, void *to, const void *from, int64_t bytes) 
         CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, stream_of(o)));
 }
 
-// Both ends know the same number of bytes, and leave a transfer of none out.
+// Both ends know the number of bytes, and both skip an empty transfer.
 static void send(Operation *o, const void *from, int64_t bytes, int member) {
     if (bytes == 0) return;
     NCCL_CALL(ncclSend(from, (size_t)bytes, ncclInt8, member, o->comm->nccl, stream_of(o)));
@@ -63,7 +62,7 @@ static void group_end(void) {
     call_end();
 }
 
-// Parts of `in` to members, parts of `out` from them; NULL counts: nothing that way.
+// Sends parts of `in` to members, receives parts of `out` from them; NULL counts: nothing in that direction.
 static void exchange(Operation *o, const int64_t *in_counts, const int64_t *out_counts) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
@@ -77,7 +76,7 @@ static void exchange(Operation *o, const int64_t *in_counts, const int64_t *out_
     }
 }
 
-// Between the root and everyone else.
+// Between the root and all others.
 static void gather_or_scatter(Operation *o) {
     const Collective *c = &o->call;
     bool gather = c->kind == GATHER;
@@ -94,9 +93,9 @@ static void gather_or_scatter(Operation *o) {
 
 // ---- transfers ----
 
-// Two ranks connect at their first contact, and NCCL wants both to ask for the same connections then. The
-// batches in which they meet may differ (one may send and receive where the other only receives), so they
-// exchange a byte each way first. -1: not yet.
+// Two ranks connect at their first contact, where NCCL requires both to ask for the same connections. The
+// batches in which they meet may differ (one may send and receive while the other only receives), so they
+// first exchange a byte in each direction. Returns the number of new peers, or -1: not all have come yet.
 static int new_peers(const Operation *o) {
     const Collective *c = &o->call;
     int count = 0;
@@ -136,8 +135,9 @@ static void transfer_own(const Operation *o) {
     }
 }
 
-// The batch is one launch, so that all of it runs at once. It goes when the first of its other ends has
-// come: a rank that waits on its device for one part of the batch may call for the next only after that.
+// The batch is one launch, so that all of it runs at once. It is launched when the first of its other ends
+// has come: a rank that waits on its device for one part of the batch may call the next part only after
+// that.
 static void next_of_transfers(Operation *o) {
     const Collective *c = &o->call;
     bool others = false, open = false;
@@ -173,7 +173,7 @@ static ncclDataType_t nccl_dtype(DType dtype) {
     return dtype == F64 ? ncclFloat64 : dtype == I32 ? ncclInt32 : ncclFloat32;
 }
 
-// What NCCL itself adds, or compares, as comm.h promises.
+// Whether NCCL's own reduction does what comm.h promises.
 static bool nccl_reduces(const Collective *c) {
     return c->dtype == I32 || (c->op == REDUCE_SUM && (c->dtype == F32 || c->dtype == F64));
 }
@@ -256,8 +256,7 @@ struct SumOf<double> {
     typedef double Type;
 };
 
-// Of N elements, out = the copies of all members, the first first; others (members, stride) holds all but
-// mine.
+// out (N) = the reduction of all members' copies, in order; others (members, stride) holds all but mine.
 template <int N, class T>
 __device__ static void reduce_pack(T *out, const T *own, const T *others, int64_t stride, int members,
                                    int me, bool maximum) {
@@ -280,7 +279,7 @@ __device__ static void reduce_pack(T *out, const T *own, const T *others, int64_
     store<N>(out, result);
 }
 
-// Packs from element `head` on, and the elements before and behind them one by one; head < 0: all so.
+// Whole packs from element `head` on, and the elements before and after them singly; head < 0: all singly.
 template <class T>
 __global__ void reduce_members(T *out, const T *own, const T *others, int64_t stride, int members, int me,
                                int64_t count, int64_t head, bool maximum) {
@@ -305,10 +304,10 @@ template <class T>
 static void launch_reduction(const Operation *o, void *out, const char *own, const char *others,
                              int64_t count) {
     const int64_t beyond = beyond_pack(own), size = (int64_t)sizeof(T);
-    // The copies lie as `own` does, and `out` is the same as a rule.
+    // The copies are aligned like `own`, and so is `out`, usually.
     const bool packs = beyond_pack(out) == beyond && beyond_pack(others) == beyond;
     const int64_t head = packs ? (PACK_BYTES - beyond) % PACK_BYTES / size : -1;
-    const int64_t blocks = ceil_div(count, pack_of<T> * MOST_THREADS);  // a pack a thread
+    const int64_t blocks = ceil_div(count, pack_of<T> * MOST_THREADS);  // one pack per thread
     LAUNCH((reduce_members<T>), (unsigned)blocks, MOST_THREADS, 0, stream_of(o), (T *)out, (const T *)own,
            (const T *)others, o->row, o->call.group.size, o->call.group.rank, count, head,
            o->call.op == REDUCE_MAX);
@@ -349,7 +348,7 @@ void prepare_call(Operation *o) {
     scratch(o, (size_t)(n * o->row) * dtype_size(c->dtype) + PACK_BYTES);
 }
 
-// Of member i's piece, in the chunk that begins at `first`: bytes, and where they stand in the whole.
+// Member i's piece within the chunk that begins at `first`: its bytes, and its place in the whole.
 static int64_t chunk_bytes(const Operation *o, int i, int64_t first) {
     int64_t rest = o->call.in_counts[i] - first;
     return (rest < 0 ? 0 : rest < o->chunk ? rest : o->chunk) * (int64_t)dtype_size(o->call.dtype);
@@ -361,8 +360,7 @@ static char *chunk_at(const Operation *o, int i, int64_t first) {
            first * (int64_t)dtype_size(c->dtype);
 }
 
-// Member i's copy in the scratch: where the pieces begin in it, they lie to multiples of 16 bytes as this
-// rank's own does.
+// Member i's copy in the scratch, aligned relative to 16 bytes like this rank's own piece.
 static char *copy_at(const Operation *o, int i, const char *own) {
     return scratch(o, 0) + beyond_pack(own) + i * o->row * (int64_t)dtype_size(o->call.dtype);
 }
@@ -371,11 +369,11 @@ static char *result_at(const Operation *o, int64_t first) {
     const Collective *c = &o->call;
     char *own = chunk_at(o, c->group.rank, first);
     if (c->kind == REDUCE_SCATTER) return (char *)c->out + first * (int64_t)dtype_size(c->dtype);
-    // Who is not the root keeps its own.
+    // Only the root's tensor may change.
     return c->kind == REDUCE && c->group.rank != c->root ? copy_at(o, c->group.rank, own) : own;
 }
 
-// The chunk that begins at `first` to the members whose pieces these are, and their copies of mine.
+// Sends the chunk that begins at `first` to the members whose pieces it has; receives their copies of mine.
 static void exchange_copies(Operation *o, int64_t first) {
     int n = o->call.group.size, me = o->call.group.rank;
     const char *own = chunk_at(o, me, first);
@@ -386,7 +384,7 @@ static void exchange_copies(Operation *o, int64_t first) {
     }
 }
 
-// ... and back, reduced.
+// … and sends back what was reduced.
 static void exchange_results(Operation *o, int64_t first) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
@@ -419,7 +417,7 @@ static void reduce_directly(Operation *o) {
 
 // ---- which ----
 
-// A group of one: what it has for itself.
+// A group of one: copies what it sends to itself.
 static void move_own(Operation *o) {
     const Collective *c = &o->call;
     if (c->kind == TRANSFERS) transfer_own(o);

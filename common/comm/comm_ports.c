@@ -1,13 +1,13 @@
-// comm_ports.c: which member a call sends how much to, through which port of the modelled machine, and when.
+// comm_ports.c: how much a call sends to which member, through which port of the modelled machine, and when.
 #include <string.h>
 
 #include "comm_inside.h"
 #include "tensor/clock.h"
 
-// One to the ranks of the node and one to those of others.
+// The port to the ranks of the same node, and the port to those of other nodes.
 enum { PORT_NODE, PORT_NETWORK, PORTS };
 
-// Which of them leads to this member; -1: to myself.
+// The port that leads to this member; -1: this rank itself.
 static int port_to(Group group, int member) {
     if (member == group.rank) return -1;
     int mine = clock_node(world_rank(group, group.rank));
@@ -16,12 +16,12 @@ static int port_to(Group group, int member) {
 
 // ---- what a call sends, and through which port ----
 
-// Elements that this rank sends to another member, as comm.h says of each kind.
+// Elements that this rank sends to another member, as comm.h says for each kind.
 static int64_t elements_to(const Collective *c, int member) {
     const int64_t *in = c->in_counts, *out = c->out_counts;
     int me = c->group.rank;
     bool from_root = me == c->root, to_root = member == c->root;
-    if (c->kind == ALL_REDUCE) return in[member] + in[me];  // to add up there; the sum of what came here
+    if (c->kind == ALL_REDUCE) return in[member] + in[me];  // the member's piece, and the sum of mine
     if (c->kind == REDUCE) return in[member] + (to_root ? in[me] : 0);
     if (c->kind == REDUCE_SCATTER || c->kind == ALL_TO_ALL) return in[member];
     if (c->kind == ALL_GATHER) return out[me];
@@ -40,7 +40,7 @@ static void add_traffic(Group group, Traffic *traffic, int member, double sent, 
     traffic[port].received += received;
 }
 
-// By port: what a call sends; of direct messages, for the clock, what it receives, too.
+// Sets by port what a call sends and, for direct messages, what it receives, which the clock needs.
 static void add_call(const Collective *c, Traffic *traffic) {
     double size = (double)dtype_size(c->dtype);
     for (int i = 0; i < c->group.size && c->kind != TRANSFERS; i++)
@@ -53,9 +53,9 @@ static void add_call(const Collective *c, Traffic *traffic) {
     }
 }
 
-// ---- what that takes, and when ----
+// ---- how long that takes, and when ----
 
-// Smallest number of members that a node has, on the modelled machine: the narrowest place.
+// The smallest number of members on any node of the modelled machine: there the ring is narrowest.
 static int members_per_node(Group group) {
     int least = group.size, nodes = 0;
     for (int i = 0; i < group.size; i++) {
@@ -78,7 +78,7 @@ static double seconds_of(const Request *r, Traffic node, Traffic network) {
     return clock_collective_seconds(kind_names[c->kind], bytes, c->group.size, members_per_node(c->group));
 }
 
-// Which ports a call uses. A rank that only receives leaves it to the sender's port.
+// Which ports a call uses. A receive uses none: it occupies the sender's port.
 static void used_ports(const Collective *c, const Traffic *traffic, bool *used) {
     for (int port = 0; port < PORTS; port++) used[port] = c->kind != TRANSFERS && traffic[port].peers > 0;
     for (int i = 0; i < c->transfer_count; i++) {
@@ -87,8 +87,9 @@ static void used_ports(const Collective *c, const Traffic *traffic, bool *used) 
     }
 }
 
-// When this rank has come to the call and its ports are free. They are kept for the call from then on, as
-// if its other members came at once: what others do later must not change what this rank has been told.
+// The time at which this rank has reached the call and its ports are free. It then takes them for the
+// call's duration, as if the other members were ready: what others do later must not change times already
+// given out.
 static double pass_ports(const bool *used, double now, double seconds) {
     static double free_at[PORTS];
     for (int port = 0; port < PORTS; port++)

@@ -1,4 +1,4 @@
-// comm_requests.c: the calls of comm.h: what each demands of its arguments, and counts.
+// comm_requests.c: the calls of comm.h: what each requires of its arguments, and the counts.
 #include <stdlib.h>
 #include <string.h>
 
@@ -60,7 +60,7 @@ CommCount comm_count(const char *name) {
 // ---- ends ----
 
 void request_release(Request *r) {
-    if (r->operation) transport_end(r->operation);  // before its tensors go
+    if (r->operation) transport_end(r->operation);  // before its tensors are freed
     if (r->live_before) r->live_before->live_after = r->live_after;
     else comm.live = r->live_after;
     if (r->live_after) r->live_after->live_before = r->live_before;
@@ -126,7 +126,7 @@ static const char *name_of(CollectiveKind kind) {
     return kind < COLLECTIVE_KINDS ? kind_names[kind] : "comm_group";
 }
 
-// One block, with what is kept of each notice behind the request.
+// One block: the request, and behind it what is kept for each notice.
 static Request *request_of(CollectiveKind kind, Group group, int root, DType dtype, int notices) {
     CHECK(!comm.finished, "%s after comm_finish", name_of(kind));
     CHECK(group.size >= 1 && group.rank >= 0 && group.rank < group.size,
@@ -159,13 +159,13 @@ static const char *request_text(const void *request) {
     return text;
 }
 
-// One that was started before on the same line is done with the tensor when this one begins.
+// A request that was started earlier on the same line is done with the tensor when this one begins.
 void request_claim(Request *r, Tensor t, bool writes) {
     in_flight_check(kind_names[r->call.kind], t, writes, r->call.group.line);
     in_flight_begin(t, writes, r->call.group.line, r, request_text);
 }
 
-// in_place, where both are one: `out` is read, and written if `writes`.
+// If both are the same tensor, in place: `out` is read, and written if `writes`.
 static void hold(Request *r, Tensor out, Tensor in, bool writes) {
     r->out = tensor_share(out);
     r->in = tensor_share(in);
@@ -193,7 +193,7 @@ static Request *start(Request *r) {
     return r;
 }
 
-// An all-reduce and a reduce add up pieces of ceil(total / n) elements, the last ones shorter.
+// The pieces of an all-reduce and a reduce: ceil(total / n) elements each, the last ones shorter.
 static int64_t *copy_pieces(int64_t total, int n) {
     int64_t piece = (total + n - 1) / n, *counts = copy_counts(NULL, n, piece);
     for (int i = 0; i < n; i++) {
@@ -345,7 +345,7 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
         request_claim(r, t->t, !t->send);
         if (t->peer == group.rank && t->send) own_sends++;
         if (t->peer != group.rank || t->send) continue;
-        // The own_receives-th receive from myself meets that send to myself.
+        // The i-th receive from myself meets the i-th send to myself.
         int met = own_receives++;
         for (int j = 0; j < count && met >= 0; j++)
             if (transfers[j].send && transfers[j].peer == group.rank && met-- == 0)
@@ -373,7 +373,7 @@ Request *comm_send_receive(Tensor send, int to, Tensor receive, int from, Group 
     return comm_transfers(both, 2, group);
 }
 
-// The values ride on the notices.
+// The values are sent in the notices.
 static void reduce_on_host(double *values, int count, ReduceOp op, Group group) {
     int n = group.size, me = group.rank;
     CHECK(count >= 1, "a sum of %d values on the host; it is of at least 1", count);

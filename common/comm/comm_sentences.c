@@ -1,4 +1,4 @@
-// comm_sentences.c: what a user reads when ranks do not fit together or wait too long.
+// comm_sentences.c: what a user reads when the calls of ranks do not match or a wait is too long.
 #include "comm_inside.h"
 
 const char *const kind_names[COLLECTIVE_KINDS] = {"all_reduce", "reduce",   "reduce_scatter", "all_gather",
@@ -51,7 +51,7 @@ const char *notice_group(const Notice *n) {
     return known ? comm.group[n->group - 1].group.name : "world";
 }
 
-// The lower rank is the measure.
+// The lower rank's call is taken as the right one.
 void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
                      const char *why) {
     if (mine_rank > their_rank) {

@@ -1,19 +1,19 @@
 // comm_staged.c: cuda + mpi. Every call of comm goes through the host: device -> pinned buffer -> MPI ->
-// pinned buffer -> device. The host waits for both copies, so nothing overlaps; it is the way for
-// machines without NCCL, and beside NCCL the other witness of a result, since its sums are those of
-// comm_mpi.c to the bit.
+// pinned buffer -> device. The host waits for both copies, so nothing overlaps. It is for machines without
+// NCCL, and where there is NCCL it cross-checks results, since its sums are bit for bit those of
+// comm_mpi.c.
 #include "comm_staged.h"
 
 #include <stdlib.h>
 
 #include "tensor/device.h"
 
-typedef struct Buffer {  // grows to what the largest call needs
+typedef struct Buffer {  // grows to the size of the largest call
     char *memory;
     size_t bytes;
 } Buffer;
 
-static Buffer given[COMM_LINES], got[COMM_LINES];  // what this rank gives; what it gets
+static Buffer given[COMM_LINES], got[COMM_LINES];  // what this rank sends; what it receives
 
 struct Stage {
     Collective real, *call;
@@ -41,7 +41,7 @@ static void put_back(void *to, const void *from, int64_t bytes) {
     if (bytes > 0) backend_from_host(to, from, (size_t)bytes);
 }
 
-// Bytes of all parts, and of mine.
+// Bytes of all parts or, if not `all`, of mine.
 static int64_t bytes_of_parts(const Collective *c, const int64_t *counts, bool all) {
     int64_t count = 0;
     for (int i = 0; counts && i < c->group.size; i++)
@@ -117,7 +117,7 @@ Stage *stage_begin(Collective *call) {
     s->out_bytes = out;
     call->in = room(&given[real->group.line], in);
     fetch((void *)call->in, real->in, in);
-    // These work in place.
+    // These calls work in place.
     bool in_place = real->kind == ALL_REDUCE || real->kind == REDUCE || real->kind == BROADCAST;
     call->out = in_place ? (void *)call->in : room(&got[real->group.line], out);
     return s;

@@ -1,6 +1,6 @@
-// control.c: the control plane over Open MPI, whose mpirun starts the ranks and ends them. Notices go by
-// mailbox where ranks share memory (mailbox.h); else they are messages of one tag, and the data plane has
-// other tags.
+// control.c: the control plane over Open MPI, whose mpirun starts and ends the ranks. Notices go through
+// mailboxes between ranks that share memory (mailbox.h); otherwise they are messages with a tag of their
+// own, which the data plane does not use.
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -19,12 +19,12 @@
 #include "mailbox.h"
 #include "transport.h"
 
-enum { TAG_NOTICE = 1000 };  // comm_mpi.c's are small
+enum { TAG_NOTICE = 1000 };  // comm_mpi.c's tags are small
 
 static struct {
     bool crowded;
-    char claim_file[512];  // "" where the launcher gave no folder
-    Notice notice;         // the one receive that always stands open
+    char claim_file[512];  // "" if the launcher provided no folder
+    Notice notice;         // buffer of the receive that is always posted
     MPI_Request notice_request;
     struct Outgoing *outgoing;
     int64_t sent;
@@ -44,37 +44,37 @@ bool control_launched(void) {
            environment_int("SLURM_STEP_NUM_TASKS") > 1;
 }
 
-// Settings of Open MPI, for ranks of one machine; what the user has set stays. To Open MPI 5 vader is
-// another name of its sm; it ignores what it does not know.
+// Settings of Open MPI for ranks on one machine; what the user has set is kept. For Open MPI 5, vader is
+// another name of its sm; it ignores settings that it does not know.
 static void tune(bool oversubscribed) {
-    // Looking for no network halves the time to start.
+    // Not looking for networks halves the start-up time.
     setenv("OMPI_MCA_pml", "ob1", 0);
     setenv("OMPI_MCA_btl", "self,vader", 0);
-    // Nor for what it would not take anyhow, plug-in by plug-in.
+    // Do not load plug-ins that it would reject anyway.
     setenv("OMPI_MCA_coll", "^sm,adapt,han,monitoring,sync", 0);
-    // Nor for devices: each rank and mpirun would read the PCI bus, and load plug-ins for displays; and one
-    // for XML, with a library and its tables, where hwloc reads XML itself.
+    // Do not look for devices: each rank and mpirun would read the PCI bus and load plug-ins for displays,
+    // and one for XML, with a library and its tables, although hwloc can read XML itself.
     setenv("HWLOC_COMPONENTS", "-linuxio,-pci", 0);
     setenv("HWLOC_PLUGINS_BLACKLIST", "hwloc_pci.so,hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
            0);
-    // Nor shortens lists of hosts: at a name like a pod's, of 56 letters before the first digit, what Open
-    // MPI 4.1 and PMIx 4.2 take for that overruns the stack.
+    // Do not abbreviate lists of hosts: given a name like a pod's, with 56 letters before the first digit,
+    // the code of Open MPI 4.1 and PMIx 4.2 for that overruns the stack.
     setenv("OMPI_MCA_regx", "naive", 0);
     setenv("PMIX_MCA_preg", "^native", 0);
-    // PMIx tells each rank of the job by message: a table in files that all map is for thousands of ranks.
+    // PMIx sends each rank the job in messages: a table in mapped files pays only for thousands of ranks.
     setenv("PMIX_MCA_gds", "hash", 0);
     // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
     setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
     setenv("OMPI_MCA_smsc", "^cma,knem,xpmem", 0);            // the same from Open MPI 5 on
-    setenv("OMPI_MCA_btl_vader_segment_size", "4194304", 0);  // what MPI_SHARED counts, below
-    // Without this, a rank that waits keeps the core of the rank that it waits for.
+    setenv("OMPI_MCA_btl_vader_segment_size", "4194304", 0);  // part of MPI_SHARED, below
+    // Without this, a rank that waits would occupy the core of the rank that it waits for.
     if (oversubscribed) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
 }
 
 bool control_crowded(void) { return state.crowded; }
 
-// Why mpirun cannot keep the folder of a run with so many ranks, which it would tell in a page; NULL where
-// it can. The folder lies where the first of these says that is set.
+// Why mpirun cannot create the session folder of a run with this many ranks, which it would itself explain
+// in a page of text; NULL if it can. The first of these variables that is set says where the folder is.
 static const char *no_session_folder(int ranks) {
     static const char *const names[] = {"OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR",
                                         "TEMP", "TMP"};
@@ -112,7 +112,7 @@ const char *control_launch(int argc, char **argv, int ranks) {
     char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
     for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
     for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
-    // Of those that this process may use (docker run --cpuset-cpus, --cpus).
+    // Only the cores that this process may use (docker run --cpuset-cpus, --cpus).
     tune(ranks > host_cores(omp_get_num_procs()));
     int error = launch(words);
     free(words);
@@ -121,10 +121,10 @@ const char *control_launch(int argc, char **argv, int ranks) {
 
 // ---- the start and the end of a rank: the others may be stopped or gone, and nobody looks for them ----
 
-// What Open MPI itself maps of /dev/shm for each rank (btl_vader_segment_size, and what stands before it).
+// What Open MPI itself maps in /dev/shm for each rank: btl_vader_segment_size, and what precedes it.
 enum { MPI_SHARED = (4 << 20) + (64 << 10), PATIENCE = 20 };  // seconds that a busy machine may take
 
-static const char *watched;  // what a signal handler says
+static const char *watched;  // the sentence of the signal handler
 
 static void on_too_long(int signal) {
     (void)signal;
@@ -145,7 +145,7 @@ void control_watch_end(Watch before) {
     if (!before.seconds) signal(SIGALRM, SIG_DFL);
 }
 
-// `done`: what the others must have done by then, `to`: and what that is to a rank.
+// `done`: what the other ranks must have done by then; `to`: how the sentence puts that for one rank.
 static void expect_others(double timeout, const char *done, const char *to) {
     static char sentence[160];
     snprintf(sentence, sizeof sentence,
@@ -167,10 +167,10 @@ void control_check_shared(double bytes, int ranks) {
           bytes_text(left), ranks, bytes_text(bytes));
 }
 
-// Under AddressSanitizer: leaks are looked for while MPI still holds, and knows, what it forgets to free at
-// its end. Of a leak the function that asked for the memory is known and no more: to unwind whole stacks,
-// through libraries without frame pointers, takes as long as all tests. What MPI forgets in its start,
-// where libc asks for it, is therefore left out.
+// Under AddressSanitizer, leaks are looked for while MPI still holds what it forgets to free at its end, so
+// that this does not count. Of a leak only the function that asked for the memory is known: unwinding whole
+// stacks, through libraries without frame pointers, takes as long as all tests. So what MPI leaks at its
+// start, where libc asks for the memory, is left out.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/lsan_interface.h>
@@ -188,7 +188,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
-    setenv("OMPI_MCA_osc", "sm", 0);  // all that shares memory; UCX's would complain of what it lacks
+    setenv("OMPI_MCA_osc", "sm", 0);  // all that shared memory needs; UCX's would complain of what it lacks
     if (size && size == here) tune(here > host_cores((int)sysconf(_SC_NPROCESSORS_ONLN)));
     const char *folder = environment("PMIX_SERVER_TMPDIR");  // mpirun's, for this run
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
@@ -223,7 +223,7 @@ typedef struct Outgoing {
 void control_send(const Notice *notice, int rank) {
     state.sent++;
     if (mailbox_send(notice, rank)) return;
-    // Reuse what has left; such short messages leave at once.
+    // Reuse a buffer whose message has been sent; such short messages are sent at once.
     Outgoing *out = state.outgoing;
     int left = 0;
     while (out && !(MPI_Test(&out->request, &left, MPI_STATUS_IGNORE), left)) out = out->next;
@@ -260,7 +260,7 @@ bool control_claim(void) {
     launcher_hears();
     if (!*state.claim_file) return true;
     int file = open(state.claim_file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
-    if (file < 0) return errno != EEXIST && errno != ENOENT;  // no folder: all is being cleaned up already
+    if (file < 0) return errno != EEXIST && errno != ENOENT;  // no folder: the run is being cleaned up
     close(file);
     return true;
 }

@@ -1,4 +1,4 @@
-// doorbell.c: doorbells are futexes (man 2 futex), which Linux lets processes share.
+// doorbell.c: doorbells are futexes (man 2 futex), which processes can share on Linux.
 #include "doorbell.h"
 
 #include <linux/futex.h>
@@ -16,8 +16,8 @@ void doorbells_use(Doorbell *const *of, int mine) {
     me = mine;
 }
 
-// Either the sleeper sees that it was rung for, or the ringer that someone sleeps: each writes its own word
-// before it reads the other's, and all four accesses have one order (memory_order_seq_cst).
+// Either the sleeper sees the ring, or the ringer sees that someone sleeps: each writes its own word before
+// it reads the other's, and all four accesses are in one order (memory_order_seq_cst).
 void doorbell_ring(int rank) {
     if (!doorbell) return;
     Doorbell *its = doorbell[rank];

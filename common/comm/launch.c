@@ -1,8 +1,8 @@
-// launch.c: the parent of mpirun. mpirun answers every signal with status 1, the status of a failed check;
-// of ranks that die before they know each other it says nothing, since it is quiet; when it is killed, what
-// its ranks shared stays, and when this parent is killed, too; and when a rank dies in the first moments of
-// a start, it may wait for ever for children that it has not. Who starts mpirun by hand has its --timeout
-// SECONDS against that.
+// launch.c: the parent of mpirun. It makes up for several faults: mpirun answers every signal with status
+// 1, which is the status of a failed check; being quiet, it says nothing about ranks that die before they
+// have met; when it or this parent is killed, the memory that its ranks shared remains; and if a rank dies
+// in the first moments of a start, it may wait for ever for children that it does not have. A user who
+// starts mpirun by hand has only --timeout SECONDS against that.
 #include "launch.h"
 
 #include <dirent.h>
@@ -21,7 +21,7 @@
 
 #include "base.h"
 
-#define LAUNCHER "ULTRASCALE_LAUNCHER"  // its process's number, for the ranks
+#define LAUNCHER "ULTRASCALE_LAUNCHER"  // tells the ranks its process id
 #define FOLDERS  "/dev/shm/ultrascale."
 
 static volatile sig_atomic_t ended_by, spoken;
@@ -29,8 +29,8 @@ static volatile pid_t mpirun;
 static bool hung, own_group;
 static char shared[64];  // the run's folder in /dev/shm; "" without one
 
-// From a terminal a signal reaches mpirun as well, unless that has a group of its own; from another process
-// (kill, sigqueue: codes up to 0) it reaches us alone.
+// A signal from a terminal also reaches mpirun, unless that has a process group of its own; one from
+// another process (kill, sigqueue: codes up to 0) reaches only us.
 static void on_end(int signal, siginfo_t *info, void *unused) {
     (void)unused;
     int error = errno;
@@ -51,13 +51,13 @@ void launcher_hears(void) {
     if (launcher) kill((pid_t)atoi(launcher), SIGUSR1);
 }
 
-// The reader of our output has left: the ranks see it too, and end in good order.
+// The reader of our output has left: the ranks notice that too, and end in good order.
 static void leave_it_to_the_ranks(const char *sentence, int status) {
     (void)status;
     while (!*sentence) pause();
 }
 
-// Whether it runs: a zombie only waits for its parent to look.
+// Whether the process runs: a zombie only waits to be reaped.
 static bool lives(int process) {
     char path[64], state = 'Z';
     snprintf(path, sizeof path, "/proc/%d/stat", process);
@@ -67,8 +67,8 @@ static bool lives(int process) {
     return state != 'Z';
 }
 
-// What ranks share in /dev/shm has a folder of its own for each run, which its launcher holds locked. One
-// that nobody holds is left of a run whose launcher was killed, and its mpirun and ranks with it.
+// What ranks share in /dev/shm is in one folder per run, which the run's launcher keeps locked. A folder
+// that nobody has locked was left behind when a launcher was killed together with its mpirun and ranks.
 static void clear_folder(const char *path) {
     DIR *folder = opendir(path);
     for (struct dirent *entry; folder && (entry = readdir(folder));)
@@ -98,12 +98,12 @@ static void clear_abandoned(void) {
     globfree(&found);
 }
 
-// Without one, as where there is no /dev/shm, Open MPI chooses a place itself.
+// If this makes none, as without /dev/shm, Open MPI chooses a place itself.
 static void make_folder(void) {
     for (int attempt = 0; attempt < 3; attempt++) {
         snprintf(shared, sizeof shared, "%s", FOLDERS "XXXXXX");
         if (!mkdtemp(shared)) break;
-        if (lock_folder(shared, LOCK_EX) >= 0) {  // else another launcher took it for abandoned
+        if (lock_folder(shared, LOCK_EX) >= 0) {  // if this fails, another launcher took it for abandoned
             setenv("OMPI_MCA_btl_vader_backing_directory", shared, 0);
             setenv("OMPI_MCA_osc_sm_backing_directory", shared, 0);
             return;
@@ -115,18 +115,18 @@ static void make_folder(void) {
 
 // ---- what mpirun says ----
 
-// mpirun's own words stand between lines of dashes; what else it writes to stderr is the ranks'. That of
-// Open MPI 4 may be told to be quiet, that of 5 may not: its words are kept, for when nobody else says why
-// a run has ended.
+// mpirun puts its own messages between lines of dashes; all else on its stderr is from the ranks. That of
+// Open MPI 4 can be told to be quiet, that of Open MPI 5 cannot: its messages are held back, and shown if
+// nobody else says why a run has ended.
 enum { FRAME = 74, CHUNK = 4096 };
-// Lines that libevent, within Open MPI 5, may write when a process is killed begin so. They are left out.
+// Beginning of lines that libevent, in Open MPI 5, may write when a process is killed. They are dropped.
 static const char noise[] = "[warn] Epoll ";
 
 static struct {
     bool framed;  // within lines of dashes
-    bool passed;  // something of the ranks has been passed on
-    int dashes;  // of a line that has nothing else so far; else -1
-    int noise;   // how much of `noise` a line has that has nothing else so far
+    bool passed;  // some output of the ranks has been passed on
+    int dashes;  // in a line that has nothing else so far; else -1
+    int noise;   // length of the prefix of `noise` that a line consists of so far
     size_t own_length, rest_length;
     char own[CHUNK], rest[CHUNK + FRAME];
 } said;
@@ -138,7 +138,7 @@ static void take(char c) {
 
 static void sort_out(const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
-        if (!text[i]) continue;  // with which it ends what it says
+        if (!text[i]) continue;  // it ends its messages with one
         bool ends = text[i] == '\n';
         if (!noise[said.noise]) {  // the rest of such a line
             if (ends) said.noise = 0;
@@ -165,7 +165,7 @@ static void sort_out(const char *text, size_t length) {
     }
 }
 
-// All that has come, as long as there is any; false at the end of the pipe.
+// Passes on all that has come; false at the end of the pipe.
 static bool pass_on(int pipe) {
     char text[CHUNK];
     for (ssize_t got; (got = read(pipe, text, sizeof text)) >= 0 || errno == EINTR;) {
@@ -173,7 +173,7 @@ static bool pass_on(int pipe) {
         if (got < 0) continue;
         said.rest_length = 0;
         sort_out(text, (size_t)got);
-        // To a second signal, as `timeout` sends it, mpirun answers that it is ending already.
+        // To a second signal, such as `timeout` sends, mpirun only answers that it is already ending.
         for (size_t done = 0; !ended_by && done < said.rest_length;) {
             ssize_t written = write(STDERR_FILENO, said.rest + done, said.rest_length - done);
             if (written < 0 && errno != EINTR) break;
@@ -183,7 +183,7 @@ static bool pass_on(int pipe) {
     return true;
 }
 
-// Whether mpirun has ranks that run; who cannot look assumes so.
+// Whether mpirun has ranks that run; true if that cannot be found out.
 static bool has_ranks(void) {
     char path[64];
     bool some = false;
@@ -195,15 +195,16 @@ static bool has_ranks(void) {
     return some;
 }
 
-// Whether what the ranks have printed finds its way: whoever reads it may pause (Ctrl-S, less).
+// Whether the ranks' output can be written: its reader may pause (Ctrl-S, less).
 static bool output_flows(void) {
     struct pollfd out[] = {{.fd = STDOUT_FILENO, .events = POLLOUT},
                            {.fd = STDERR_FILENO, .events = POLLOUT}};
     return poll(out, 2, 0) == 2;
 }
 
-// Its status as waitpid has it. When a rank dies in the first moments of a start, mpirun may wait for
-// itself for ever (Open MPI 4.1.4): one whose ranks have all ended, and whose output flows, does not last.
+// Returns mpirun's status, as from waitpid. If a rank dies in the first moments of a start, mpirun (Open
+// MPI 4.1.4) may hang: so it is ended if all its ranks have ended for a while and its output is not
+// blocked.
 static int wait_for_end(int words) {
     enum { PATIENCE = 5, LOOKS = 10 };  // seconds; looks in each
     bool had = false;
@@ -211,7 +212,7 @@ static int wait_for_end(int words) {
     for (int without = 0, status;;) {
         bool ended = waitpid(mpirun, &status, WNOHANG) == mpirun;
         if (come.fd >= 0 && !pass_on(words)) come.fd = -1;
-        if (ended) return mpirun = 0, status;  // its number may soon be another process's
+        if (ended) return mpirun = 0, status;  // its process id may soon be reused
         bool some = has_ranks();
         had = had || some;
         without = had && !some && output_flows() ? without + 1 : 0;
@@ -220,12 +221,12 @@ static int wait_for_end(int words) {
     }
 }
 
-// Ranks tell of their verdict (launcher_hears): without that, the status of one is mpirun's own.
+// Ranks announce their verdict (launcher_hears): without that, a status like a verdict's is mpirun's own.
 static bool nobodys_verdict(int status) {
     return !spoken && (status == STATUS_FAIL || status == STATUS_UNPROVEN);
 }
 
-// What a rank says goes through mpirun, and may be lost with it.
+// What a rank says goes through mpirun, and may be lost if mpirun dies.
 static void say_what_nobody_said(int status, bool mpirun_itself) {
     if (ended_by || (spoken && (said.passed || !mpirun_itself))) return;
     if (hung)
@@ -245,8 +246,8 @@ static void say_what_nobody_said(int status, bool mpirun_itself) {
 
 enum { ENDS = 3 };
 
-// The signals that end a run. One that is ignored, as nohup has it, stays so; mpirun would catch it, and
-// gets a process group that a terminal does not reach.
+// Collects the signals that end a run. One that is ignored, as under nohup, stays ignored; since mpirun
+// would catch it, mpirun then gets a process group that the terminal does not reach.
 static int ends_that_count(int ends[ENDS]) {
     static const int all[ENDS] = {SIGINT, SIGTERM, SIGHUP};
     int count = 0;
@@ -271,7 +272,7 @@ int launch(char *const *words) {
     struct sigaction end = {.sa_sigaction = on_end, .sa_flags = SA_SIGINFO};
     int ends[ENDS], count = ends_that_count(ends);
     own_group = count < ENDS;
-    sigset_t blocked, before;  // until it is known to whom they are passed on
+    sigset_t blocked, before;  // until mpirun's process id is known
     sigemptyset(&blocked);
     for (int i = 0; i < count; i++) sigaddset(&blocked, ends[i]);
     sigprocmask(SIG_BLOCK, &blocked, &before);
@@ -285,7 +286,7 @@ int launch(char *const *words) {
         for (int i = 0; i < count; i++) signal(ends[i], SIG_DFL);
         signal(SIGUSR1, SIG_DFL);
         dup2(errors[1], STDERR_FILENO);
-        // No program reads its input; mpirun would, and take from a shell's loop what that reads.
+        // No program reads its input; mpirun would, and take away what a surrounding shell loop reads.
         close(STDIN_FILENO);
         open("/dev/null", O_RDONLY);
         sigprocmask(SIG_SETMASK, &before, NULL);
@@ -308,9 +309,9 @@ int launch(char *const *words) {
     }
     int end_status = wait_for_end(errors[0]);
     int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
-    if (WIFSIGNALED(end_status)) usleep(200000);  // the ranks end with it, but not before it
+    if (WIFSIGNALED(end_status)) usleep(200000);  // the ranks end with it, but slightly later
     if (*shared) clear_folder(shared);
-    // mpirun that fell over ranks it could not end (Open MPI 4.1.4), after one of them had said why.
+    // mpirun crashed on ranks that it could not end (Open MPI 4.1.4), after one of them had said why.
     bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken && said.passed;
     if (hung || fell) status = STATUS_USAGE;
     say_what_nobody_said(status, WIFSIGNALED(end_status));

@@ -6,14 +6,14 @@
 
 #include "doorbell.h"
 
-typedef struct Late {  // a notice that has found no slot
+typedef struct Late {  // a notice that found no free slot
     struct Late *next;
     Notice notice;
 } Late;
 
 typedef struct Way {  // between this rank and another
     Mailbox *to, *from;
-    uint64_t sent, taken, received;  // taken: of what was sent, when this rank last had to look
+    uint64_t sent, taken, received;  // taken: as this rank last read it
     Late *first, *last;
 } Way;
 

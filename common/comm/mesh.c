@@ -1,9 +1,10 @@
-// mesh.c: the grid of ranks. Rank numbers are written in a mixed base, tp the fastest digit:
+// mesh.c: the grid of ranks. A rank's number is written in mixed radix, with tp as the fastest digit:
 //
 //     rank = ((pp DP + dp) CP + cp) TP + tp
 //
-// An axis's group of a rank is the line through it along that digit. Digits side by side are one digit of
-// the product, which may be parted anew: dp, cp and tp together into expert_dp and ep, ep the faster one.
+// A rank's group on an axis is all ranks that differ from it only in that digit. Adjacent digits together
+// form one digit, which can be split differently: dp, cp and tp together into expert_dp and ep, where ep is
+// the faster.
 #include "mesh.h"
 
 #include <stddef.h>
@@ -22,7 +23,7 @@ const char *line_name(Line line) {
 
 static const struct {
     const char *name;
-    size_t place;  // in Mesh
+    size_t place;  // offset in Mesh
     Line line;
 } axes[MESH_AXES] = {
     {"world", offsetof(Mesh, world), LINE_WORLD},
@@ -38,7 +39,7 @@ static const struct {
     {"ep x pp", offsetof(Mesh, ep_pp), LINE_WORLD},
 };
 
-// Ranks `stride` apart.
+// `size` ranks, `stride` apart.
 typedef struct Digit {
     int stride, size;
 } Digit;
@@ -121,7 +122,7 @@ void mesh_end(Mesh *mesh) {
 
 // ---- what fits ----
 
-// The degrees as flags, those of 1 left out: "--pp 2 x --tp 3".
+// The degrees as flags, without those that are 1: "--pp 2 x --tp 3".
 static const char *degrees_text(MeshShape s, bool with_dp) {
     static char texts[2][128];
     static int turn;
@@ -165,7 +166,7 @@ void mesh_check(MeshShape s, int ranks) {
     const char *const names[] = {"dp", "pp", "cp", "tp", "ep"};
     s = complete(s);
     int degrees[] = {s.dp, s.pp, s.cp, s.tp, s.ep};
-    enum { MOST = 1 << 15 };  // of four axes the product fits in 64 bits
+    enum { MOST = 1 << 15 };  // so that the product of four axes fits in 64 bits
     for (int i = 0; i < 5; i++)
         CHECK(degrees[i] >= 1 && degrees[i] <= MOST, "--%s %d is out of bounds: it is from 1 to %d",
               names[i], degrees[i], MOST);
