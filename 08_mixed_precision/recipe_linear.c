@@ -26,7 +26,8 @@
 
 typedef enum Operand { OPERAND_X, OPERAND_W, OPERAND_DY, OPERANDS } Operand;
 
-// A weight's casts, from its first use after an optimizer step to the next step.
+// A weight's casts, valid from its first use after an optimizer step to the next step. Their memory is kept
+// from step to step, also for an expert that no token takes: what a rank holds does not depend on the data.
 typedef struct Cast {
     Codes plain, turned;
     bool valid, in_step;  // in_step: and not for held-out losses, between steps
@@ -78,39 +79,36 @@ static Tile tile_of(const Fp8Linear *f, Operand operand) {
     return f->tile;
 }
 
-// New: the scales of x, or of its transpose, by the recipe.
-static Tensor new_scale(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x,
-                        bool turned) {
-    Tile tile = tile_of(f, operand);
-    int64_t rows = turned ? tensor_columns(x) : tensor_rows(x),
-            columns = tensor_count(x) / (rows ? rows : 1);
-    if (is_delayed(f)) {
-        Tensor scale = tensor_new(kind_of(f, operand), F32, SHAPE(1, 1));
-        op_copy(scale, tensor_view(f->scale, slot_of(m, p, operand), SHAPE(1, 1)));
-        return scale;
-    }
-    Tensor amax = tensor_new(kind_of(f, operand), F32,
-                             SHAPE(tiles_of(rows, tile.rows), tiles_of(columns, tile.columns)));
-    op_fill(amax, 0);
-    op_tile_amax(amax, x, turned, tile);
-    if (!tile.columns) largest_of_ranks(m, amax, operand);
-    op_tile_scale(amax, amax, codes_of(f, operand), f->recipe->rule);
-    return amax;
+// New: a place for the codes of (rows, columns) with their scales, or with those of `same`, if there are any.
+static Codes codes_new(const Fp8Linear *f, Operand operand, int64_t rows, int64_t columns, Tensor same) {
+    Codes c = {.tile = tile_of(f, operand)};
+    int64_t down = tiles_of(rows, c.tile.rows), across = tiles_of(columns, c.tile.columns);
+    c.scale = tensor_exists(same) ? tensor_share(same)
+                                  : tensor_new(kind_of(f, operand), F32, SHAPE(down, across));
+    c.codes = tensor_new(kind_of(f, operand), codes_of(f, operand), SHAPE(rows, columns));
+    return c;
 }
 
-// Ends `scale` with the codes.
-static Codes scaled_codes(Fp8Linear *f, Operand operand, Tensor scale, Tensor x, bool turned) {
-    int64_t rows = tensor_rows(x), columns = tensor_columns(x);
-    Codes c = {.tile = tile_of(f, operand), .scale = scale};
-    c.codes = tensor_new(kind_of(f, operand), codes_of(f, operand),
-                         SHAPE(turned ? columns : rows, turned ? rows : columns));
-    op_encode(c.codes, x, c.scale, turned, c.tile);
-    return c;
+// The scales of x, or of its transpose, by the recipe.
+static void set_scale(Fp8Linear *f, const Model *m, const Param *p, Operand operand, const Codes *c, Tensor x,
+                      bool turned) {
+    if (is_delayed(f)) {
+        op_copy(c->scale, tensor_view(f->scale, slot_of(m, p, operand), SHAPE(1, 1)));
+        return;
+    }
+    op_fill(c->scale, 0);
+    op_tile_amax(c->scale, x, turned, c->tile);
+    if (!f->tile.columns) largest_of_ranks(m, c->scale, operand);
+    op_tile_scale(c->scale, c->scale, codes_of(f, operand), f->recipe->rule);
 }
 
 static Codes new_codes(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x,
                        bool turned) {
-    return scaled_codes(f, operand, new_scale(f, m, p, operand, x, turned), x, turned);
+    int64_t rows = tensor_rows(x), columns = tensor_columns(x);
+    Codes c = codes_new(f, operand, turned ? columns : rows, turned ? rows : columns, (Tensor){0});
+    set_scale(f, m, p, operand, &c, x, turned);
+    op_encode(c.codes, x, c.scale, turned, c.tile);
+    return c;
 }
 
 static void free_codes(Codes *c) {
@@ -126,24 +124,30 @@ static void note_amax(Fp8Linear *f, const Model *m, const Param *p, Operand oper
 
 // ---- weights: cast once for each step ----
 
-static void drop_cast(Cast *cast) {
+// One scale of a whole tensor serves its transpose, too.
+static void cast_new(const Fp8Linear *f, const Param *p, Cast *cast) {
+    cast->plain = codes_new(f, OPERAND_W, p->shape[0], p->shape[1], (Tensor){0});
+    cast->turned = codes_new(f, OPERAND_W, p->shape[1], p->shape[0],
+                             f->tile.columns ? (Tensor){0} : cast->plain.scale);
+}
+
+static void free_cast(Cast *cast) {
     free_codes(&cast->plain);
     free_codes(&cast->turned);
     cast->valid = false;
 }
 
-// One scale of a whole tensor also serves its transpose. A step casts again what held-out losses have cast
-// before it, so that all steps send the same.
+// A step casts again what held-out losses have cast before it, so that all steps send the same.
 static Cast *cast_of(Fp8Linear *f, Model *m, const Param *p) {
     Cast *cast = &f->cast[p - m->params.param];
     bool in_step = m->ready_left[p->unit] > 0;
     if (cast->valid && (cast->in_step || !in_step)) return cast;
-    drop_cast(cast);
     Tensor w = param_value(&m->params, p);
-    cast->plain = new_codes(f, m, p, OPERAND_W, w, false);
-    Tensor scale =
-        f->tile.columns ? new_scale(f, m, p, OPERAND_W, w, true) : tensor_share(cast->plain.scale);
-    cast->turned = scaled_codes(f, OPERAND_W, scale, w, true);
+    if (!f->keeps_casts) cast_new(f, p, cast);
+    set_scale(f, m, p, OPERAND_W, &cast->plain, w, false);
+    if (f->tile.columns) set_scale(f, m, p, OPERAND_W, &cast->turned, w, true);
+    op_encode(cast->plain.codes, w, cast->plain.scale, false, cast->plain.tile);
+    op_encode(cast->turned.codes, w, cast->turned.scale, true, cast->turned.tile);
     note_amax(f, m, p, OPERAND_W, w);
     cast->valid = true;
     cast->in_step = in_step;
@@ -152,7 +156,7 @@ static Cast *cast_of(Fp8Linear *f, Model *m, const Param *p) {
 }
 
 static void after_use(Fp8Linear *f, Cast *cast) {
-    if (!f->keeps_casts) drop_cast(cast);
+    if (!f->keeps_casts) free_cast(cast);
 }
 
 // ---- the linear socket ----
@@ -253,7 +257,7 @@ static void end_history_step(Fp8Linear *f, const Model *m) {
 static bool accept(void *context, Model *m, double grad_norm) {
     Fp8Linear *f = context;
     if (is_delayed(f)) end_history_step(f, m);
-    for (int i = 0; i < m->params.count; i++) drop_cast(&f->cast[i]);
+    for (int i = 0; i < m->params.count; i++) f->cast[i].valid = false;
     return f->before.step.accept(f->before.step.context, m, grad_norm);
 }
 
@@ -279,6 +283,10 @@ Fp8Linear *fp8_linear_plug(Model *m, const Fp8Recipe *recipe, int64_t tile) {
         op_fill(f->amax, 0);
         op_fill(f->scale, 1);
     }
+    for (int i = 0; i < m->params.count && f->keeps_casts; i++) {
+        const Param *p = &m->params.param[i];
+        if (p->here && fp8_is_cast(p)) cast_new(f, p, &f->cast[i]);
+    }
     m->sockets.linear.context = m->sockets.step.context = f;
     m->sockets.linear.forward = forward;
     m->sockets.linear.backward_input = backward_input;
@@ -288,7 +296,7 @@ Fp8Linear *fp8_linear_plug(Model *m, const Fp8Recipe *recipe, int64_t tile) {
 }
 
 void fp8_linear_unplug(Model *m, Fp8Linear *f) {
-    for (int i = 0; i < m->params.count; i++) drop_cast(&f->cast[i]);
+    for (int i = 0; i < m->params.count; i++) free_cast(&f->cast[i]);
     tensor_free(&f->amax);
     tensor_free(&f->scale);
     m->params.kept_count = 0;

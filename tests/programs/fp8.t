@@ -17,6 +17,8 @@ passes "delayed: ep 2 x dp 2, recomputed, auxiliary loss" $program $one --ranks 
     --top-k 2 --aux-loss 0.1 --recompute full
 passes "delayed: pp 2, experts of unequal load, biases" $program --proof-only --pp 2 --experts 4 --top-k 2 \
     --balance-bias 0.01
+passes "an expert that no token takes" $program $one --steps 1 --experts 8 --top-k 1 --seq 3 --micro-batch 1 \
+    --grad-acc 1
 passes "delayed: pp 2 x dp 2, zero bubble" $program --proof-only --ranks 4 --pp 2 --schedule zb_h1
 passes "current: pp 2 x tp 2, recomputed" $program --proof-only --ranks 4 --pp 2 --tp 2 --fp8 te-current \
     --recompute full
