@@ -153,8 +153,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->elements[ROLE_HEAD] = price->elements[ROLE_HEAD] / (double)c->vocab * (double)rows;
     for (int i = 0; i < price->end_rows; i++) {
         PriceKept *kept = &price->end[i];
-        if (!strcmp(kept->what, "logits"))
-            kept->bytes = (double)(n * rows) * (double)dtype_size((DType)c->dtype);
+        if (!strcmp(kept->what, "logits")) kept->bytes = kept->bytes / (double)c->vocab * (double)rows;
         if (!strcmp(kept->what, "logits") || !strcmp(kept->what, "lse"))
             kept->split = EVERY_RANK;  // of all rows
     }

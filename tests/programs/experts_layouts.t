@@ -47,6 +47,7 @@ overlapped() {
 }
 overlapped "overlapped, ep 2, zero 2, full" --layers 2 --ep 2 --zero 2 --recompute full
 overlapped "overlapped, tied, 1 rank" --layers 1 --ranks 1 --ep 1 --tied
+overlapped "overlapped, tp 2, sharded logits of both" --layers 1 --ep 2 --tp 2 --sp --vocab-parallel
 overlapped "overlapped pairs of DualPipe, tp 2, ep 4, zero 3" --layers 2 --ranks 8 --pp 2 --tp 2 --sp \
     --schedule dualpipe --grad-acc 6 --zero 3
 verdict='held-out loss'
