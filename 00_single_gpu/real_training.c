@@ -191,7 +191,12 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
     double *series[SERIES];
     for (int i = 0; i < SERIES; i++) series[i] = host_alloc(steps * sizeof(double));
     Counted counted = {.steps = (double)steps};
+    int64_t made = t->optimizer.step;
     OpCount sum = run_steps(t, series, &counted);
+    CHECK(t->optimizer.step > made || steps == 0,
+          "scaled as the loss is, the gradients of each step overflow %s, and all are skipped: a smaller "
+          "scale of the loss would fit, or --dtype bf16",
+          dtype_name((DType)config->dtype));
     counted.memory = memory_account();
     counted.kept_bytes = t->kept_bytes;
     if (!dry) after = held_out_loss(t, EVAL_SAMPLES);

@@ -124,7 +124,7 @@ static void note_amax(Fp8Linear *f, const Model *m, const Param *p, Operand oper
 
 // ---- weights: cast once for each step ----
 
-// One scale of a whole tensor serves its transpose, too.
+// One scale of a whole tensor also serves its transpose.
 static void cast_new(const Fp8Linear *f, const Param *p, Cast *cast) {
     cast->plain = codes_new(f, OPERAND_W, p->shape[0], p->shape[1], (Tensor){0});
     cast->turned = codes_new(f, OPERAND_W, p->shape[1], p->shape[0],

@@ -11,6 +11,9 @@ for zero in 0 1 3; do
     passes "ZeRO-$zero, and an overflow on one rank" $program --zero $zero --proof-only
 done
 refused "a smaller scale of the loss would fit, or --dtype bf16" $program --scale 1e9 --proof-only
+refuses "a later step overflows" \
+    'gradients of step [2-8], which a proof compares, overflow f16: a smaller scale' \
+    $program --scale-interval 1 --steps 8 --proof-only
 refused "--scale is where --loss-scale static or dynamic begins" $program --loss-scale none --scale 8
 refused "--scale-interval is read with --loss-scale dynamic alone" $program --loss-scale static \
     --scale-interval 8
@@ -19,6 +22,8 @@ passes "3 ranks, tied, recomputed" $program --ranks 3 --tied --recompute full --
 
 real="--no-check --ranks 1 --hidden 32 --heads 4 --kv-heads 2 --ffn 80 --seq 32 --micro-batch 8 --grad-acc 1
     --clip 1 --sample 0 --eval-every 0 --lr 0.05 --steps 40"
+refuses "every step is skipped" 'gradients of each step overflow f16, and all are skipped: a smaller scale' \
+    $program --no-check --loss-scale static --scale 1e30 --steps 2 --layers 1 --sample 0
 passes "with its tricks float16 trains" $program $real
 refuses "float16 alone diverges" 'step [0-9]+: the loss of micro-batch 0 is' $program $real \
     --loss-scale none \
