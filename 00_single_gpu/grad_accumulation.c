@@ -16,6 +16,7 @@
 #include <stdlib.h>
 
 #include "formulas.h"
+#include "report/timeline.h"
 
 // ---- the technique ----
 
@@ -179,11 +180,11 @@ int main(int argc, char **argv) {
           (long long)config.micro_batch);
     report_json(config.json);
     report_quiet(!config.verbose);
-    if (config.trace) clock_trace_start();
+    timeline_start(&config, comm_world());
     config_print(&config);
     if (!masked_only) compare_parts(&config, false);
     compare_parts(&config, true);
-    if (config.trace) clock_trace_write(config.trace);
+    timeline_finish(&config, comm_world());
     return report_verdict(config.no_check ? "every split keeps the activations of one micro-batch"
                                           : "every split of the batch makes the same step");
 }

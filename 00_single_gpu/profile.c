@@ -33,7 +33,7 @@ static double *watch_steps(Trainer *trainer, MemoryHistory *history) {
     int64_t steps = trainer->config.steps;
     double *seconds = host_alloc(sizeof *seconds * (size_t)steps);
     clock_reset();
-    clock_trace_start();
+    timeline_start(&trainer->config, comm_world());
     for (int64_t step = 0; step < steps; step++) {
         memory_history_step(history);
         double start = wall_seconds();
@@ -224,7 +224,7 @@ int main(int argc, char **argv) {
                     dtype_name((DType)config.dtype), (long long)config.micro_batch, (long long)config.seq,
                     config.recompute == RECOMPUTE_NONE ? "" : ", recomputing");
     memory_history_svg(&history, svg, title, machine);
-    clock_trace_write(config.trace);
+    timeline_finish(&config, comm_world());
     say("wrote %s, and %s for https://ui.perfetto.dev", svg, config.trace);
     double optimizer = (double)memory_account().now[MEMORY_OPTIMIZER];
     trainer_free(trainer);

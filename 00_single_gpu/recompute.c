@@ -14,6 +14,7 @@
 #include <math.h>
 
 #include "formulas.h"
+#include "report/timeline.h"
 
 // ---- the technique: two functions in the activations socket ----
 
@@ -152,7 +153,7 @@ int main(int argc, char **argv) {
     report_quiet(!config.verbose);
     clock_set_machine(machine_find(config.machine));
     device_dry_run(dry_run);
-    if (config.trace) clock_trace_start();
+    timeline_start(&config, comm_world());
     config_print(&config);
     Record none = run(&config, RECOMPUTE_NONE);
     print_row(&config, RECOMPUTE_NONE, &none, &none);
@@ -164,7 +165,7 @@ int main(int argc, char **argv) {
     }
     record_free(&none);
     print_gpt3();
-    if (config.trace) clock_trace_write(config.trace);
+    timeline_finish(&config, comm_world());
     return report_verdict(dry_run || config.no_check
                               ? "kept bytes and FLOPs of selective and full are as the formulas say"
                               : "selective and full give the gradients of none");

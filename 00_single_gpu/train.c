@@ -339,25 +339,6 @@ Record train_record(Trainer *t, const char *title) {
     return record;
 }
 
-double train_bound(const Config *config, bool masked, const Record *baseline) {
-    return train_bound_with(config, NULL, masked, baseline);
-}
-
-double train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline) {
-    if (config->dtype == F64) return 1e-10;
-    Config f64 = *config;
-    f64.dtype = F64;
-    f64.save = NULL;
-    Trainer *t = trainer_new(&f64, mesh_single(), techniques);
-    t->masked = masked;
-    trainer_load(t);
-    Record reference = train_record(t, "f64 reference");
-    double bound = report_bound(baseline, &reference);
-    record_free(&reference);
-    trainer_free(t);
-    return bound;
-}
-
 #ifndef NO_MAIN
 int main(int argc, char **argv) {
     const Program program = {.purpose = "Trains a Llama-style model on one device, on real text.",

@@ -246,7 +246,7 @@ int main(int argc, char **argv) {
     MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     Group world = mesh.world;
-    report_json(comm_rank() ? NULL : config.json);
+    report_json(config.json);
     timeline_start(&config, world);
     mesh_print(&mesh, shape);
     broadcast(world);

@@ -263,7 +263,7 @@ int main(int argc, char **argv) {
     comm_start(argc, argv, 2);
     MeshShape shape = {.tp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
-    report_json(comm_rank() ? NULL : config.json);
+    report_json(config.json);
     timeline_start(&config, mesh.world);
     mesh_print(&mesh, shape);
     Group g = mesh.tp;

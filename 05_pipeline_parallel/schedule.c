@@ -288,7 +288,7 @@ int main(int argc, char **argv) {
     CHECK(!unread, "--dump prints the order of the passes, and nothing else: leave out --%s", unread);
     CHECK(d.F + d.B + d.W > 0, "--forward, --backward and --weight are all 0: one of them must take time");
     if (d.pair <= 0) d.pair = d.F + d.B + d.W;
-    report_json(base_rank() ? NULL : json);
+    report_json(json);
     if (!chosen && !file) return schedule_table(d);
     ScheduleWish wish = {(int)stages, (int)micro_batches, (int)chunks, (int)group, split, (int)limit, d};
     Schedule s = file ? schedule_load(file) : schedule_make((ScheduleKind)kind, &wish);

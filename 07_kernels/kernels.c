@@ -32,7 +32,7 @@ void kernels_begin(const KernelsOptions *options, const char *size, double limit
     table.gpu = chosen(options);
     table.verbose = options->verbose;
     table.limit = limit;
-    if (!table.versions) report_json(base_rank() ? NULL : options->json);
+    if (!table.versions) report_json(options->json);
     say("%s", size);
     say("modelled on an %s; the model's limit is %.4g ms", table.gpu->device, limit * 1e3);
     say("%-20s %10s  %-8s %6s %8s %8s %9s %6s %6s  %s", "", "time", "busiest", "of the", "sectors",

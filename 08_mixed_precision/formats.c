@@ -330,7 +330,7 @@ int main(int argc, char **argv) {
                   "  formats --value 70000\n"
                   "  formats --svg points.svg",
                   table, sizeof table / sizeof *table);
-    report_json(base_rank() ? NULL : json);
+    report_json(json);
     show_ranges();
     show_resolution();
     show_points();

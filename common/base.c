@@ -77,6 +77,29 @@ const char *refusal(void (*act)(const void *context), const void *context) {
     return failed ? refused : NULL;
 }
 
+enum { MOST_AT_FATAL = 4 };
+static void (*at_fatal[MOST_AT_FATAL])(const char *sentence);
+static int at_fatals;
+
+void base_at_fatal(void (*act)(const char *sentence)) {
+    for (int i = 0; i < at_fatals; i++)
+        if (at_fatal[i] == act) return;
+    CHECK(at_fatals < MOST_AT_FATAL, "more than %d are told of an end", MOST_AT_FATAL);
+    at_fatal[at_fatals++] = act;
+}
+
+void base_last_words(const char *sentence) {
+    int acts = at_fatals;
+    at_fatals = 0;  // one that is fatal itself says so, and the rest is left undone
+    char *own = strdup(sentence);
+    fputs(sentence, stderr);
+    for (int i = 0; i < acts && own; i++) {
+        own[strcspn(own, "\n")] = 0;
+        at_fatal[i](own);
+    }
+    fflush(NULL);
+}
+
 void fatal(const char *format, ...) {
     static char sentence[4096];
     if (trying) {
@@ -101,8 +124,7 @@ void fatal(const char *format, ...) {
     if (end_all) end_all(sentence, STATUS_USAGE);
     // If all ranks fail alike before they have met, only rank 0 prints, and its end ends the others.
     if (rank > 0) usleep(3000000);
-    fputs(sentence, stderr);
-    fflush(NULL);
+    base_last_words(sentence);
     // No atexit handlers: other threads may be running, and what they use must not be torn down.
     _exit(STATUS_USAGE);
 }

@@ -44,6 +44,12 @@ int base_rank(void);
 // How many processes mpirun or srun started, this one included; 1 without them.
 int base_launched(void);
 
+// Adds something that fatal() also does, on the rank that prints its sentence: after printing, each `act` is
+// called with the sentence, in the order in which they were added. A fatal() inside act ends the program.
+void base_at_fatal(void (*act)(const char *sentence));
+// For the `end` of base_set_rank: prints the sentence on stderr and calls those functions.
+void base_last_words(const char *sentence);
+
 // Runs `act` and tells whether it would have ended the program by fatal(): returns the sentence, without
 // the program's name, or NULL if act returned. Only for checks that own nothing: what act holds when it
 // calls fatal() is never freed. Static buffer.

@@ -203,9 +203,9 @@ static void end_all(const char *sentence, int status) {
     usleep((useconds_t)(comm.rank ? 60000 + 40000 * (comm.rank < 8 ? comm.rank : 8) : 0));
     int dead = find_dead();  // if there is one, its death is the cause of all else
     if (claim_last_word()) {
-        if (dead >= 0) fprintf(stderr, "%s: rank %d has died; all ranks end\n", base_program(), dead);
-        else fputs(sentence, stderr);
-        fflush(NULL);
+        char died[160];
+        snprintf(died, sizeof died, "%s: rank %d%s", base_program(), dead, DIED);
+        base_last_words(dead >= 0 ? died : sentence);
         usleep(20000);  // so that mpirun passes on the sentence before it learns of the end
     } else {
         usleep(3000000);  // another has spoken, and ends this one

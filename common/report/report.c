@@ -14,9 +14,6 @@
 #include "files.h"
 #include "quantity.h"
 
-// A gradient whose baseline is smaller than this part of the largest one is noise of the sums that made the
-// others: its error is measured against that floor, and never skipped.
-static const double NOISE = 1e-6;
 // Beyond this bound a factor of two would pass, so it proves nothing.
 static const double WEAKEST_BOUND = 0.5;
 
@@ -80,10 +77,38 @@ static cJSON *json_root(void) {
     return report.json;
 }
 
+static void write_json(const char *file) {
+    char *json = cJSON_Print(json_root());
+    CHECK(json, "out of host memory for --json %s", file);
+    FILE *out = output_open("--json", file);
+    fprintf(out, "%s\n", json);
+    output_close(out, "--json", file);
+    free(json);
+}
+
+static void put_verdict(const char *status, const char *reason, const char *evidence) {
+    cJSON *verdict = json_child(json_root(), "verdict", false);
+    cJSON_AddStringToObject(verdict, "program", base_program());
+    cJSON_AddStringToObject(verdict, "status", status);
+    cJSON_AddStringToObject(verdict, "text", reason);
+    cJSON_AddStringToObject(verdict, "class", evidence);
+    put_number(verdict, "checks", report.checks);
+    put_number(verdict, "failures", report.failures);
+}
+
+// A run that breaks has no verdict: what it has found until then, and why it ended. The rank that says so
+// writes it, whichever that is: its checks are those that all ranks make.
+static void write_ended(const char *sentence) {
+    if (!report.file_name) return;
+    put_verdict("ENDED", sentence, report_evidence());
+    write_json(report.file_name);
+}
+
 void report_json(const char *file) {
-    if (!file || base_rank() > 0) return;
+    if (!file) return;
     output_check("--json", file);  // before the run, and not after it
     report.file_name = file;
+    base_at_fatal(write_ended);
 }
 
 void report_number(const char *group, const char *name, double value, const char *unit) {
@@ -261,7 +286,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     double least = 0;
     for (int i = 0; i < QUANTITIES; i++) {
         Quantity y = quantity_of(baseline, i);
-        double floor = NOISE * quantity_largest(&y);
+        double floor = REPORT_NOISE * quantity_largest(&y);
         if (i == GRADIENTS) least = floor;
         row[i] = compare_quantity(quantity_of(run, i), y, floor, baseline, proof, bound, json);
         all = all && row[i].holds;
@@ -288,17 +313,17 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     return all;
 }
 
-double report_bound(const Record *baseline, const Record *reference) {
+double report_bound(const Record *baseline, const Record *reference, double usual) {
     const double f64_bound = 1e-10, k = 4;
     if (!reference) return f64_bound;
     // Two runs in this dtype may be off from each other by twice the error of one; k = 4 leaves as much
     // again.
-    double worst = 0;
+    double worst = usual;
     for (int which = 0; which < QUANTITIES; which++) {
         Quantity x = quantity_of(baseline, which), y = quantity_of(reference, which);
         char fault[200];
         if (!quantities_pair(&x, &y, fault)) return NAN;  // which no comparison passes
-        double least = NOISE * quantity_largest(&y);
+        double least = REPORT_NOISE * quantity_largest(&y);
         for (int i = 0; i < y.tensors; i++) {
             int j = quantity_find(&x, y.tensor[i]);
             Difference d = difference_above("", x.values[j], y.values[i], y.count[i], least);
@@ -414,21 +439,8 @@ int report_verdict(const char *format, ...) {
     const char *status = !pass ? "FAIL" : coarse ? "UNPROVEN" : "PASS";
     const char *reason = !pass ? report.first_failure : coarse ? report.coarse : text;
     const char *evidence = report_evidence();
-    cJSON *verdict = json_child(json_root(), "verdict", false);
-    cJSON_AddStringToObject(verdict, "program", base_program());
-    cJSON_AddStringToObject(verdict, "status", status);
-    cJSON_AddStringToObject(verdict, "text", reason);
-    cJSON_AddStringToObject(verdict, "class", evidence);
-    put_number(verdict, "checks", report.checks);
-    put_number(verdict, "failures", report.failures);
-    if (report.file_name) {
-        char *json = cJSON_Print(report.json);
-        CHECK(json, "out of host memory for --json %s", report.file_name);
-        FILE *file = output_open("--json", report.file_name);
-        fprintf(file, "%s\n", json);
-        output_close(file, "--json", report.file_name);
-        free(json);
-    }
+    put_verdict(status, reason, evidence);
+    if (report.file_name && base_rank() == 0) write_json(report.file_name);
     const char *shown = colored(status, pass && !coarse ? COLOR_GREEN : pass ? COLOR_YELLOW : COLOR_RED);
     if (pass && !coarse)
         say("%s %s: %s%s%s%s", shown, base_program(), text, evidence[0] ? " (" : "", evidence,

@@ -43,6 +43,10 @@ void record_share(Record *record, int root, Group group);
 // name, count and grad.
 Record record_apart(const Record *record);
 
+// A gradient whose baseline is smaller than this fraction of the largest one is noise from the sums that
+// made the others: its error is measured relative to that floor, and never skipped.
+#define REPORT_NOISE 1e-6
+
 // What may differ: EXACT: not a single bit; REASSOCIATED: the order of sums (f64: 1e-10 relative); ROUNDED:
 // the precision of a narrower dtype.
 typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
@@ -59,8 +63,8 @@ typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } Proof
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound);
 // The bound for a dtype: 1e-10 for f64; for the others 4 times the error of the baseline against
 // `reference`, the same run in f64 (the largest over the quantities), so that the dtype itself sets the
-// bound.
-double report_bound(const Record *baseline, const Record *reference);
+// bound; or 4 times `usual`, the error that such a run usually has, if its own is smaller by luck.
+double report_bound(const Record *baseline, const Record *reference, double usual);
 
 // Prints a row with the predicted and the measured count, and returns whether they are equal; if not, the
 // run fails. Both are doubles, and formulas divide, so "equal" means within 1e-12 relative; but below 2^53,
@@ -85,8 +89,8 @@ int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
 
 // --json: everything in the tables at full precision. Whether the file can be written is checked at once;
-// the functions above and these fill it, and report_verdict writes it. Numbers that are not finite become
-// null.
+// the functions above and these fill it, and report_verdict writes it. A run that ends by fatal() writes it
+// with status ENDED and the sentence. Numbers that are not finite become null.
 void report_json(const char *file);
 void report_number(const char *group, const char *name, double value, const char *unit);
 void report_series(const char *name, const double *values, int64_t count);

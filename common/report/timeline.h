@@ -22,7 +22,9 @@ extern "C" {
 
 // ---- what programs call, for --trace, --timeline and --timeline-svg ----
 
-// If one of the three is given: synchronizes the clocks of all ranks and starts the trace.
+// If one of the three is given: synchronizes the clocks of all ranks and starts the trace. A run that ends
+// by fatal() writes the trace so far, of the rank that prints the sentence. The caller keeps ownership of
+// the strings, which must live until timeline_finish.
 void timeline_start(const Config *config, Group world);
 // Keeps the last step so far under this title, as a row of the picture. Only rank 0's is shown.
 void timeline_keep(const char *title);

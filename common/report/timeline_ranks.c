@@ -8,6 +8,8 @@
 
 static struct {
     bool tracing;
+    const char *trace;  // --trace, as long as it is not written
+    Group world;
     Timeline *row;
     int rows;
     char *title;
@@ -94,9 +96,21 @@ static bool wanted(const Config *config) {
     return config->trace || config->timeline || config->timeline_svg;
 }
 
+// Of a run that breaks: the other ranks are stopped, or gone, so that the one that says why writes its own.
+static void write_ended(const char *sentence) {
+    (void)sentence;
+    if (!state.trace) return;
+    FILE *out = clock_trace_open(state.trace);
+    clock_trace_part(out, state.world.rank, state.world.size);
+    clock_trace_close(out, state.trace);
+}
+
 void timeline_start(const Config *config, Group world) {
     state.tracing = wanted(config);
     if (!state.tracing) return;
+    state.trace = config->trace;
+    state.world = world;
+    base_at_fatal(write_ended);
     // From here on a second of one rank is the same second of every other.
     comm_wait(comm_barrier(world));
     clock_trace_start();
@@ -139,6 +153,7 @@ void timeline_finish(const Config *config, Group world) {
     state.tracing = false;
     bool dry = device_is_dry_run();
     device_dry_run(false);
+    state.trace = NULL;
     if (config->trace) write_trace(config->trace, world);
     if (config->timeline || config->timeline_svg) {
         if (!state.rows) gather_rows(world);

@@ -48,6 +48,11 @@ on_terminal "$profile $small --steps 9 --svg $work/m.svg --trace $work/t.json" &
     grep -qE '\[#+-*\] +[0-9]+%.*: steps watched' "$out"
 report $? "a bar while it watches"
 
+rm -f "$work/t.json" "$work/p.json"
+profiles $small --data "$work/none" --json "$work/p.json"
+one_line $? -F "$work/none" && grep -qE '"status":[[:space:]]*"ENDED"' "$work/p.json"
+report $? "a run that breaks says so in --json"
+
 run "$profile" $small --svg "$work/no/folder.svg" --trace "$work/t.json"
 one_line $? -F --svg
 report $? "a picture that cannot be written is named"

@@ -41,5 +41,9 @@ refused 'gather later is not one of forward|step|after-step' zero1 --gather late
 # When a loss is NaN, there is no whole weight to look at.
 refuses "a loss that is not finite names the first bad tensor" \
     'loss of micro-batch 0 is .*; the first bad tensor is' zero3 --ranks 3 --dtype f16 --lr 1000 --clip 0 \
-    --steps 9
+    --steps 9 --json "$work/j.json" --trace "$work/t.json"
+grep -qE '"status":[[:space:]]*"ENDED"' "$work/j.json" &&
+    grep -q '"text":.*the first bad tensor is' "$work/j.json" &&
+    [ "$(tail -n 1 "$work/t.json")" = ']}' ] && grep -q '"step 1"' "$work/t.json"
+report $? "a run that breaks leaves its JSON and its trace"
 finish

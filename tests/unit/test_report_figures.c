@@ -29,11 +29,13 @@ static void a_difference_has_exact_figures(void **context) {
 
 static void the_bound_is_four_times_the_error_of_the_dtype(void **context) {
     Pair *pair = *context;
-    ASSERT_NEAR(report_bound(&pair->baseline, NULL), 1e-10, 0);
+    ASSERT_NEAR(report_bound(&pair->baseline, NULL, 0), 1e-10, 0);
     for (int64_t i = 0; i < sizes[1]; i++) pair->baseline.grad[1][i] *= 1.001;
-    ASSERT_NEAR(report_bound(&pair->baseline, &pair->run), 4e-3, 1e-9);
+    ASSERT_NEAR(report_bound(&pair->baseline, &pair->run, 0), 4e-3, 1e-9);
+    ASSERT_NEAR(report_bound(&pair->baseline, &pair->run, 5e-4), 4e-3, 1e-9);
+    ASSERT_NEAR(report_bound(&pair->baseline, &pair->run, 2e-3), 8e-3, 1e-9);  // what was measured is luck
     pair->baseline.grad[1][7] = NAN;
-    assert_true(isnan(report_bound(&pair->baseline, &pair->run)));
+    assert_true(isnan(report_bound(&pair->baseline, &pair->run, 0)));
 }
 
 static void a_count_that_is_off_by_one_byte_fails(void **context) {
@@ -104,11 +106,7 @@ static void the_verdict_names_the_first_failure_and_then_starts_anew(void **cont
 
 static char json_file[] = "/tmp/report-XXXXXX";
 
-static cJSON *written(int expected_status) {
-    capture();
-    int status = report_verdict("done");
-    release();
-    assert_int_equal(status, expected_status);
+static cJSON *read_json(void) {
     FILE *in = fopen(json_file, "r");
     assert_non_null(in);
     static char text[1 << 18];
@@ -117,6 +115,14 @@ static cJSON *written(int expected_status) {
     cJSON *json = cJSON_Parse(text);
     if (!json) fail_msg("no JSON: %.300s", text);
     return json;
+}
+
+static cJSON *written(int expected_status) {
+    capture();
+    int status = report_verdict("done");
+    release();
+    assert_int_equal(status, expected_status);
+    return read_json();
 }
 
 // "comparisons/0/gradients": keys and places from the root.
@@ -190,6 +196,31 @@ static void a_failed_run_says_so_in_the_json(void **context) {
     remove(json_file);
 }
 
+// A rank that breaks says so, and the others, rank 0 among them, end without a word: it writes the file.
+static void break_on_a_rank(void *rank) {
+    base_set_rank(*(int *)rank, 2, NULL);
+    report_json(json_file);
+    report_number("memory", "parameters", 12, "B");
+    fatal("the loss is nan");
+}
+
+static void a_run_that_breaks_says_why_in_the_json(void **context) {
+    (void)context;
+    for (int rank = 0; rank < 2; rank++) {
+        strcpy(json_file, "/tmp/report-XXXXXX");
+        close(mkstemp(json_file));
+        expect_fatal(break_on_a_rank, &rank, "the loss is nan");
+        cJSON *json = read_json();
+        assert_string_equal(at(json, "verdict/status")->valuestring, "ENDED");
+        char *sentence = format_text("test_report_figures: rank %d: the loss is nan", rank);
+        assert_string_equal(at(json, "verdict/text")->valuestring, sentence);
+        ASSERT_NEAR(at(json, "numbers/memory/parameters/value")->valuedouble, 12, 0);
+        free(sentence);
+        cJSON_Delete(json);
+        remove(json_file);
+    }
+}
+
 static void report_nowhere(void *unused) {
     (void)unused;
     report_json("/nowhere/report.json");
@@ -210,6 +241,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_verdict_names_the_first_failure_and_then_starts_anew),
         RUNS(the_json_holds_every_figure_at_full_precision),
         cmocka_unit_test(a_failed_run_says_so_in_the_json),
+        cmocka_unit_test(a_run_that_breaks_says_why_in_the_json),
         cmocka_unit_test(a_json_path_that_cannot_be_written_is_fatal_at_once),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -1,0 +1,107 @@
+// bound.c: how close to the run on one device a run must come whose sums run in another order.
+//
+// In f64 within 1e-10. In a narrower dtype within k = 4 times what that dtype makes of the run on one device,
+// which is measured against the same run in f64 (report_bound): as far as two such runs may be apart.
+//
+// AdamW needs more than that measure. SGD's steps are in proportion to gradients, and their errors average
+// out over the elements of a weight. AdamW divides by the gradient's own size, m / (sqrt v + eps): where
+// rounding has left nothing of a gradient but a sign, that decides a step of full size. In f32 this is one
+// element in 1e5 or fewer. Whether a run has one follows from its gradients; which way it steps there is
+// luck, and the run on one device may come out a hundred times closer to f64 than the next one. So AdamW's
+// error is derived, too, from the run in f64:
+//
+//     e        relative error of a weight's gradient in step 1, measured; at least that of the worst weight
+//              whose gradient is more than noise
+//     d_i      e times the root mean square of sqrt v over an element's row: the usual error of its gradient
+//     error_i  sum over steps of lr min(2, d_i / (sqrt v_i + eps))
+//
+// and no bound is less than k ||error|| / ||w|| of any weight. In 16 bits each weight has many such elements:
+// what is measured then is their mean, and no luck.
+//
+// Bytes sent: none. This file has no main: proof.c calls it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "training.h"
+
+// e (tensors) of the gradients of step 1.
+static void gradient_errors(double *e, const Record *baseline, const Record *reference) {
+    double largest = 0, worst = 0;
+    for (int i = 0; i < reference->tensors; i++)
+        largest = fmax(largest, difference_norm(reference->grad[i], reference->count[i]));
+    for (int i = 0; i < reference->tensors; i++) {
+        const double *x = baseline->grad[i], *y = reference->grad[i];
+        int64_t count = reference->count[i];
+        worst = fmax(worst, difference_above("", x, y, count, REPORT_NOISE * largest).relative);
+        e[i] = fmin(difference("", x, y, count).relative, 1);
+    }
+    for (int i = 0; i < reference->tensors; i++) e[i] = fmax(e[i], worst);
+}
+
+// error (count) += what AdamW's last step of this weight makes of gradients that are off by e.
+static void add_step(double *error, const Trainer *t, const Param *param, double e) {
+    const Optimizer *o = &t->optimizer;
+    Tensor second = param_own_part(&t->model->params, param, o->unit[param->unit].v, NULL);
+    int64_t columns = param->dims == 2 ? param->full[1] : param->full[0];
+    double *v = host_alloc((size_t)param->count * sizeof *v), unbiased = 1 - pow(o->beta2, (double)o->step);
+    tensor_to_doubles(v, second);
+    for (int64_t row = 0; row < param->count; row += columns) {
+        double sum = 0;
+        for (int64_t i = row; i < row + columns; i++) sum += v[i] / unbiased;
+        double usual = e * sqrt(sum / (double)columns);  // d_i
+        for (int64_t i = row; i < row + columns; i++)
+            error[i] += t->lr * fmin(2, usual / (sqrt(v[i] / unbiased) + o->eps));
+    }
+    free(v);
+}
+
+// The run in f64, and the relative error of weights that AdamW usually makes in the run's own dtype.
+static Record adamw_reference(Trainer *t, const Record *baseline, double *usual) {
+    const Params *params = &t->model->params;
+    Record reference = record_new("f64 reference", baseline->steps, params);
+    double **error = host_alloc((size_t)params->count * sizeof *error);
+    double *e = host_alloc((size_t)params->count * sizeof *e);
+    for (int i = 0; i < params->count; i++) {
+        error[i] = host_alloc((size_t)params->param[i].count * sizeof **error);
+        memset(error[i], 0, (size_t)params->param[i].count * sizeof **error);
+    }
+    for (int64_t step = 0; step < reference.steps; step++) {
+        train_step(t, &reference);
+        reference.loss[step] = t->loss;
+        reference.grad_norm[step] = t->grad_norm;
+        if (step == 0) gradient_errors(e, baseline, &reference);
+        for (int i = 0; i < params->count; i++) add_step(error[i], t, &params->param[i], e[i]);
+    }
+    record_params(&reference, params);
+    *usual = 0;
+    for (int i = 0; i < params->count; i++) {
+        double weight = difference_norm(reference.param[i], reference.count[i]);
+        if (weight > 0) *usual = fmax(*usual, difference_norm(error[i], reference.count[i]) / weight);
+        free(error[i]);
+    }
+    free(error);
+    free(e);
+    return reference;
+}
+
+double train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline) {
+    if (config->dtype == F64) return report_bound(baseline, NULL, 0);
+    Config f64 = *config;
+    f64.dtype = F64;
+    f64.save = NULL;
+    Trainer *t = trainer_new(&f64, mesh_single(), techniques);
+    t->masked = masked;
+    trainer_load(t);
+    double usual = 0;
+    bool derived = config->dtype == F32 && config->optimizer == OPTIMIZER_ADAMW;
+    Record reference = derived ? adamw_reference(t, baseline, &usual) : train_record(t, "f64 reference");
+    double bound = report_bound(baseline, &reference, usual);
+    record_free(&reference);
+    trainer_free(t);
+    return bound;
+}
+
+double train_bound(const Config *config, bool masked, const Record *baseline) {
+    return train_bound_with(config, NULL, masked, baseline);
+}
