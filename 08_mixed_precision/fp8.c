@@ -102,6 +102,10 @@ static void check(const Config *c) {
           "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "
           "ranks of --ep cast other experts: --fp8 te-delayed would fit",
           r->name);
+    CHECK(r->tile || r->history || c->tp == 1 || !config_number(c, "async-tp"),
+          "--fp8 %s with --async-tp: rows are multiplied as they come, and the scale of all is not known "
+          "until the last have: --fp8 te-delayed would fit",
+          r->name);
     check_tokens(c, r);
     // A copy of a key/value head has the gradient of its own queries alone, and the sum of rounded parts is
     // not what one device rounds.

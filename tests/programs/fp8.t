@@ -72,4 +72,6 @@ refused "an expert's scales would be of other tokens than on one device; --dtype
     $one --fp8 te-current --experts 4 --ep 2
 refused "cast other experts: --fp8 te-delayed would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2
+refused "rows are multiplied as they come" $program --fp8 te-current --tp 2 --sp --async-tp
+passes "delayed: tp 2, rows in flight" $program $one --tp 2 --sp --async-tp
 finish
