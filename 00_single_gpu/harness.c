@@ -185,6 +185,10 @@ static void check_typed_for(const Config *c, const Program *program, bool dry_ru
               "--%s is read with --no-check alone: add that, or leave out --%s", real[i], real[i]);
     CHECK(!config_given(c, "temperature") || config_number(c, "sample") > 0,
           "--temperature is the sample's, and --sample 0 writes none: leave one of them out");
+    CHECK(!proves || dry_run || c->seq > 1 || c->dtype == F64,
+          "--seq 1 in %s: a token that attends to itself alone gives queries and keys no gradient, and what "
+          "rounding makes of that zero is nothing to compare: --seq 2 or --dtype f64 would fit",
+          dtype_name((DType)c->dtype));
     CHECK(proves || dry_run || !c->verbose,
           "--verbose shows each row of the proof, and --no-check leaves that out: leave one of them out");
     for (int i = 0; i < program->more_options; i++)
@@ -228,6 +232,15 @@ static void name_sizes(const Config *config) {
     char *what = format_text("the %ld micro-batches", config->grad_acc);
     diagnosis_size(SIZE_MICRO_BATCHES, what, config->grad_acc);
     free(what);
+}
+
+// The choice of experts is no sum: if a token's scores are almost equal, 16-bit rounding after another order
+// of sums may send it to another expert.
+static void doubt_choices(const Config *c) {
+    if (c->experts > c->top_k && (c->dtype == BF16 || c->dtype == F16))
+        report_doubt("or a token whose scores are almost equal in %s has taken another expert: --dtype f32, or "
+                     "--top-k %ld, would tell",
+                     dtype_name((DType)c->dtype), c->experts);
 }
 
 // Trains, proves or counts, as the flags ask. Returns the exit status. Figures and traces are written
@@ -308,6 +321,7 @@ int program_main(int argc, char **argv, const Program *own_program) {
     device_dry_run(dry_run);
     name_sizes(&config);
     underflow_warn(&config);
+    doubt_choices(&config);
     if (kernel_choice.enabled(&config)) whole.exact = NULL;  // other kernels sum in another order
     int status = run(&config, mesh, program, dry_run);
     free(from);

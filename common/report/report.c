@@ -22,10 +22,11 @@ static struct {
     int failures, checks, equalities, equal;
     char first_failure[SENTENCE];
     bool quiet;                 // rows that hold are not shown
-    char coarse[200];           // why nothing was proven; "": it was
+    char coarse[400];           // why nothing was proven; "": it was
     bool compared[3];           // by ProofClass
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
     char note[100];             // of report_note
+    char doubt[200];            // of report_doubt
     const char *file_name;      // --json
     cJSON *json;
 } report;
@@ -255,9 +256,9 @@ static void judge_row(const Row *row, const Record *run, const Record *baseline,
               row->name, run->title, comma, row->tensor, (long long)row->differing, baseline->title,
               d->relative, d->scale, meaning(row, run, baseline, first_loss));
     else
-        judge(false, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g%s", row->name,
+        judge(false, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g%s%s%s", row->name,
               run->title, comma, row->tensor, baseline->title, d->relative, bound, d->scale,
-              meaning(row, run, baseline, first_loss));
+              meaning(row, run, baseline, first_loss), *report.doubt ? "; " : "", report.doubt);
 }
 
 // Once: every later comparison of this program has the same dtype and size.
@@ -265,8 +266,8 @@ static void note_coarse(double bound) {
     if (*report.coarse) return;
     snprintf(report.coarse, sizeof report.coarse,
              "this dtype is too coarse for this size: its own error makes a bound of %.2e, which lets a "
-             "factor of two pass; a larger model or a wider --dtype can be judged",
-             bound);
+             "factor of two pass; a larger model or a wider --dtype can be judged%s%s",
+             bound, *report.doubt ? "; " : "", report.doubt);
     say("  %s", report.coarse);
 }
 
@@ -421,6 +422,13 @@ void report_note(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(report.note, sizeof report.note, format, arguments);
+    va_end(arguments);
+}
+
+void report_doubt(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(report.doubt, sizeof report.doubt, format, arguments);
     va_end(arguments);
 }
 

@@ -87,6 +87,9 @@ bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 // A text that a PASS verdict adds; only the latest note counts.
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
+// What else may be the reason where a comparison fails its bound, or has too coarse a one, though nothing is
+// wrong: said behind it, until the verdict.
+void report_doubt(const char *format, ...) PRINTF_LIKE(1, 2);
 
 // --json: everything in the tables at full precision. Whether the file can be written is checked at once;
 // the functions above and these fill it, and report_verdict writes it. A run that ends by fatal() writes it

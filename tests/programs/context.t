@@ -113,6 +113,7 @@ if wanted flash; then
     done
 fi
 
+refused "a token that attends to itself alone" zigzag_ring_attention --ranks 1 --seq 1 --dtype f32
 refused "--layout is an option of ring_attention, which has nothing to do here: leave it out, or give --cp 2" \
     ring_attention --ranks 2 --cp 1 --layout striped
 refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag \

@@ -228,6 +228,18 @@ static void a_bound_that_lets_a_factor_of_two_pass_proves_nothing(void **context
     }
 }
 
+static void a_doubt_stands_behind_a_failure(void **context) {
+    Pair *pair = *context;
+    report_doubt("or a token has taken %s expert", "another");
+    pair->run.loss[1] *= 3;
+    assert_false(compare(pair, PROOF_ROUNDED, 0.1));
+    assert_verdict(STATUS_FAIL, "; or a token has taken another expert");
+    pair->run.loss[1] /= 3;
+    report_doubt("or a token has taken another expert");
+    assert_true(compare(pair, PROOF_ROUNDED, 0.5));
+    assert_verdict(STATUS_UNPROVEN, "can be judged; or a token has taken another expert");
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
@@ -250,6 +262,7 @@ int main(int argc, char **argv) {
         RUNS(a_zero_baseline_is_compared_and_not_skipped),
         RUNS(a_record_that_is_zero_as_a_whole_never_passes),
         RUNS(a_bound_that_lets_a_factor_of_two_pass_proves_nothing),
+        RUNS(a_doubt_stands_behind_a_failure),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
