@@ -205,7 +205,7 @@ static const char *best_kernel(void) {
 }
 
 static bool kernel_is_below(const char *best) {
-    return best && kernel_class(openblas_get_corename()) < kernel_class(best);
+    return kernel_class(openblas_get_corename()) < kernel_class(best);
 }
 
 #define PIN       "OPENBLAS_CORETYPE"
@@ -214,7 +214,7 @@ static bool kernel_is_below(const char *best) {
 // OpenBLAS reads PIN when it is loaded, before main: the only way to change its mind is to start over.
 static void restart_on_best_kernel(char **argv) {
     const char *best = best_kernel(), *preload = getenv("LD_PRELOAD");
-    if (getenv(PIN) || getenv(RESTARTED) || !kernel_is_below(best)) return;
+    if (!best || getenv(PIN) || getenv(RESTARTED) || !kernel_is_below(best)) return;
     if (preload && strstr(preload, "vgpreload")) return;  // exec would leave valgrind behind
     char self[4096];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
@@ -336,17 +336,18 @@ void base_start(int argc, char **argv) {
 
 const char *base_blas_name(void) {
     static char name[128];
+    const char *best = best_kernel();
     char version[32] = "?";
     sscanf(openblas_get_config(), "OpenBLAS %31s", version);
-    if (!*name && rank == 0 && kernel_is_below(best_kernel())) {
+    if (!*name && rank == 0 && best && kernel_is_below(best)) {
         if (getenv(PIN) && !getenv(RESTARTED))
             fprintf(stderr,
                     "%s: warning: " PIN
                     "=%s holds OpenBLAS below this processor's %s kernel; try: env -u " PIN " %s\n",
-                    base_program(), getenv(PIN), best_kernel(), program_invocation_name);
+                    base_program(), getenv(PIN), best, program_invocation_name);
         else
             fprintf(stderr, "%s: warning: OpenBLAS runs its %s kernel, this processor deserves %s\n",
-                    base_program(), openblas_get_corename(), best_kernel());
+                    base_program(), openblas_get_corename(), best);
     }
     int threads = omp_get_max_threads();
     snprintf(name, sizeof name, "OpenBLAS %s %s, %d thread%s", version, openblas_get_corename(), threads,
