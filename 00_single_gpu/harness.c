@@ -170,9 +170,12 @@ static void check_typed(const Config *c, Techniques list) {
             if (technique_has_option(list[j], setting->name)) owner = list[j];
         if (!setting->given || !owner) continue;
         bool works, on = option_on(c, list, setting->name, &works);
+        const char *asked = !owner->asked                ? NULL
+                            : strchr(owner->asked, ' ') ? owner->asked
+                                                         : config_more(c, owner->asked);
         CHECK(on ? works : is_switch(c, list, setting),
               "--%s is an option of %s, which has nothing to do here: leave it out%s%s", setting->name,
-              owner->name, owner->asked ? ", or give " : "", owner->asked ? owner->asked : "");
+              owner->name, asked ? ", or give " : "", asked ? asked : "");
     }
 }
 

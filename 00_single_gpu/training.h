@@ -65,7 +65,8 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // its own, without targets: they become settings of the Config
     int options;
-    const char *asked;  // flags that turn it on, for messages about its options: "--pp 2"; NULL: it is on
+    const char *asked;  // flags that turn it on ("--zero 1"), or the flag of an axis ("--pp", whose degree a
+                        // message then chooses), for messages about its options; NULL: it is on
     unsigned axes;      // axes of the mesh over which it shares work, 1 << AXIS_…
     unsigned brings;    // groups of shared options, CONFIG_…, that programs with it have
     unsigned wraps;     // sockets, 1 << SOCKET_…, in which it replaces an earlier plug and calls it

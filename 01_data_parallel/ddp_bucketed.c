@@ -222,11 +222,10 @@ static double exposed_per_layer(Mesh mesh, int64_t sequences) {
     return program_cost(&c, mesh, techniques).comm.exposed_seconds - two;
 }
 
-enum { MOST_SEQUENCES = 4096 };  // sequences of 64 tokens: the most to try
-
-// Fewest tokens per rank, in sequences of 64, at which further layers delay nothing on the model clock.
-static double tokens_by_clock(Mesh mesh) {
-    int64_t exposed = 0, hidden = MOST_SEQUENCES;
+// Fewest tokens per rank, in sequences of 64, at which further layers delay nothing on the model clock:
+// `most` sequences if none of those tried is enough.
+static double tokens_by_clock(Mesh mesh, int64_t most) {
+    int64_t exposed = 0, hidden = most;
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
         if (exposed_per_layer(mesh, middle) > 1e-9) exposed = middle;
@@ -239,7 +238,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     buckets_are_full(mesh, config);
     int n = mesh.dp.size;
     if (n == 1) return;
-    const Machine *machine = machine_find(config->machine);
+    const Machine *machine = clock_machine(), reached = clock_reached();
     Machine free_memory = *machine;  // what the formula assumes
     free_memory.memory_bytes_per_second = INFINITY;
     device_dry_run(true);
@@ -248,15 +247,16 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         n);
     say("  %-30s %10s %22s %12s\n", "", "formula A3", "clock, memory is free", "model clock");
     for (int apart = 0; apart < 2; apart++) {
-        double bandwidth = apart ? machine->network_bytes_per_second : machine->node_bytes_per_second;
-        double formula = tokens_by_formula(machine, n, bandwidth);
+        double bandwidth = apart ? reached.network_bytes_per_second : reached.node_bytes_per_second;
+        double formula = tokens_by_formula(&reached, n, bandwidth);
         double latency =
             latency_share(n, apart ? machine->network_latency : machine->node_latency, bandwidth);
-        clock_set_cluster(apart ? 1 : n, 1, 1);
+        int64_t most = 64 + (int64_t)(2 * (1 + latency) * formula / 64);  // that are tried
+        clock_set_nodes(apart ? 1 : n);
         clock_set_machine(&free_memory);
-        double ideal = tokens_by_clock(mesh);
+        double ideal = tokens_by_clock(mesh, most);
         clock_set_machine(machine);
-        double real = tokens_by_clock(mesh);
+        double real = tokens_by_clock(mesh, most);
         const char *where = apart ? "one GPU per node, network" : "all in one node, NVLink";
         say("  %-30s %10.0f %22.0f %12.0f\n", where, formula, ideal, real);
         report_number(where, "tokens to hide, formula", formula, "");
@@ -264,7 +264,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         report_that(fabs(ideal - formula) <= (0.01 + latency) * formula + 64,
                     "%s: all-reduces hide from %.0f tokens on, where formula A3 says %.0f%s", where, ideal,
                     formula,
-                    ideal < 64 * MOST_SEQUENCES
+                    ideal < 64.0 * (double)most
                         ? ""
                         : ": no number that was tried is enough. Does backward wait for each of them?");
         report_that(real <= ideal,
@@ -272,7 +272,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
                     "nothing, though it makes backward longer",
                     where, real, ideal);
     }
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes((int)config->gpus_per_node);
     clock_pop();
     device_dry_run(false);
 }

@@ -98,8 +98,8 @@ static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
 
 // Fewest tokens per rank, in sequences of 64, at which further layers delay nothing on the model clock:
 // found by bisection with the charges, and confirmed by runs on the actual ranks.
-static double tokens_by_clock(Mesh mesh, Pass pass, int per_node) {
-    int64_t exposed = 0, hidden = 8192;
+static double tokens_by_clock(Mesh mesh, Pass pass, int per_node, int64_t most) {
+    int64_t exposed = 0, hidden = most;
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
         PassCost block = layer_cost(mesh_single(), middle, 64);
@@ -107,7 +107,7 @@ static double tokens_by_clock(Mesh mesh, Pass pass, int per_node) {
         else exposed = middle;
     }
     double enough = layer_cost(mesh, hidden, 64).exposed[pass],
-           fewer = layer_cost(mesh, exposed, 64).exposed[pass];
+           fewer = exposed ? layer_cost(mesh, exposed, 64).exposed[pass] : 1;  // of none: one is enough
     report_that(enough < 1e-9,
                 "by its charges a layer hides behind %lld sequences of 64, and the run exposes %g s of it",
                 (long long)hidden, enough);
@@ -120,7 +120,7 @@ static double tokens_by_clock(Mesh mesh, Pass pass, int per_node) {
 
 static void overlap_condition(Mesh mesh, const Config *config) {
     int n = mesh.dp.size;
-    const Machine *machine = machine_find(config->machine);
+    const Machine *machine = clock_machine(), reached = clock_reached();
     Machine free_memory = *machine;  // what the formula assumes
     free_memory.memory_bytes_per_second = INFINITY;
     say("\nTokens per rank from which the weights and gradients of Llama 3 8B's layers hide, %d ranks:\n",
@@ -129,17 +129,18 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     for (int i = 0; i < 4; i++) {
         Pass pass = i % 2 ? BACKWARD : FORWARD;
         int per_node = i < 2 ? n : 1;
-        double bandwidth = i < 2 ? machine->node_bytes_per_second : machine->network_bytes_per_second;
+        double bandwidth = i < 2 ? reached.node_bytes_per_second : reached.network_bytes_per_second;
         double alpha = i < 2 ? machine->node_latency : machine->network_latency;
-        double formula = tokens_by_formula(machine, n, bandwidth, pass);
+        double formula = tokens_by_formula(&reached, n, bandwidth, pass);
         // Each call also has a latency, which the formula leaves out.
         double calls = pass == FORWARD ? 1 : 2, bytes = (pass == FORWARD ? 2 : 6) * block_elements();
         double latency = calls * n * alpha * bandwidth / bytes;
-        clock_set_cluster(per_node, 1, 1);
+        int64_t most = 64 + (int64_t)(2 * (1 + latency) * formula / 64);  // sequences that are tried
+        clock_set_nodes(per_node);
         clock_set_machine(&free_memory);
-        double ideal = tokens_by_clock(mesh, pass, per_node);
+        double ideal = tokens_by_clock(mesh, pass, per_node, most);
         clock_set_machine(machine);
-        double real = tokens_by_clock(mesh, pass, per_node);
+        double real = tokens_by_clock(mesh, pass, per_node, most);
         char *where = format_text("%s, %s", pass == FORWARD ? "forward" : "backward",
                                   i < 2 ? "all in one node" : "one GPU per node");
         say("  %-35s %10.0f %22.0f %12.0f\n", where, formula, ideal, real);
@@ -155,7 +156,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
             where, real, ideal);
         free(where);
     }
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes((int)config->gpus_per_node);
 }
 
 // ---- up to how many ranks ----

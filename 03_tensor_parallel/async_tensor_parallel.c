@@ -200,7 +200,7 @@ static const Option async_option = {
 const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
                                          .option = &async_option,
                                          .options = 1,
-                                         .asked = "--tp 2",
+                                         .asked = "--tp",
                                          .axes = 1u << AXIS_TP,
                                          .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
                                          .enabled = enabled,
@@ -328,12 +328,15 @@ static double exposed_by_product(Mesh mesh, int64_t h, bool leaves) {
 // (A3 has 2 h for h: it counts elements, each of two bytes.) The clock needs n / (n - 1) times this h: n - 1
 // pieces are sent, each during the product before it, and during the last product nothing is left to send.
 static void overlap_condition(Mesh mesh, const Config *config) {
-    const Machine *machine = machine_find(config->machine);
+    const Machine *machine = clock_machine(), reached = clock_reached();
+    Machine free_memory = *machine;  // what the formula assumes
+    free_memory.memory_bytes_per_second = INFINITY;
+    clock_set_machine(&free_memory);
     int n = mesh.tp.size;
-    double formula = (n - 1) * machine_peak_flops(machine, BF16) / machine->node_bytes_per_second;
-    clock_set_cluster(n, 1, 1);
-    enum { MOST_HIDDEN = 2048 };
-    int64_t exposed = 0, hidden = MOST_HIDDEN;  // in units of 64, for heads of even size
+    double formula = (n - 1) * machine_peak_flops(&reached, BF16) / reached.node_bytes_per_second;
+    clock_set_nodes(n);
+    const int64_t most = 64 + (int64_t)(4 * formula / 64);  // in units of 64, for heads of even size
+    int64_t exposed = 0, hidden = most;
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
         if (exposed_by_product(mesh, 64 * middle, false) > 1e-9) exposed = middle;
@@ -345,7 +348,8 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         "leaving a region exposes %g s behind products of h = %ld, behind which rows that enter hide: "
         "expected 0",
         left, 64 * hidden);
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_set_machine(machine);
+    clock_set_nodes((int)config->gpus_per_node);
     double clock = 64.0 * (double)hidden, expected = formula * n / (n - 1);
     say("\nRows that enter hide behind a product with one (h, h) weight from h = %.0f on by formula A3 in "
         "bytes, from %.0f by the clock\n",
@@ -354,7 +358,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     report_number("hidden size from which rows hide", "model clock", clock, "");
     report_that(fabs(clock - expected) <= 0.02 * expected + 64,
                 "rows that enter hide from h = %.0f on, expected %.0f%s", clock, expected,
-                hidden < MOST_HIDDEN ? "" : ": no size that was tried is enough");
+                hidden < most ? "" : ": no size that was tried is enough");
 }
 
 static void more(Mesh mesh, const Config *config) {

@@ -185,7 +185,7 @@ static const Option sp_option = {
 const Technique sequence_parallel = {.name = "sequence_parallel",
                                      .option = &sp_option,
                                      .options = 1,
-                                     .asked = "--tp 2",
+                                     .asked = "--tp",
                                      .axes = 1u << AXIS_TP,
                                      .enabled = enabled,
                                      .check = tensor_parallel_check,

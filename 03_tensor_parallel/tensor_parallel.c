@@ -105,16 +105,12 @@ static void unplug(Model *model, void *context) {
 
 // ---- the record ----
 
-// "1, 2, 4": the degrees that fit.
-static const char *degrees(const Config *c) {
-    static char text[256];
-    int64_t f = config_dense_width(c);
-    int used = 0;
-    for (int64_t tp = 1; tp <= c->heads && used < 240; tp++)
-        if (c->heads % tp == 0 && f % tp == 0 && (c->kv_heads % tp == 0 || tp % c->kv_heads == 0))
-            used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", tp);
-    return text;
+static bool fits(const Config *c, int64_t tp) {
+    return c->heads % tp == 0 && config_dense_width(c) % tp == 0 &&
+           (c->kv_heads % tp == 0 || tp % c->kv_heads == 0);
 }
+
+static const char *degrees(const Config *c) { return config_degrees(c, c->heads, c->dp * c->tp, fits); }
 
 void tensor_parallel_check(const Config *c) {
     int64_t tp = c->tp, kv = c->kv_heads, f = config_dense_width(c);
@@ -205,7 +201,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
     int ranks = mesh.world.size, node = machine_find(config->machine)->gpus_per_node;
     if (node > ranks / 2) node = ranks > 1 ? ranks / 2 : 1;
     if (config->gpus_per_node) node = (int)config->gpus_per_node;
-    clock_set_cluster(node, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes(node);
     say("\nTwo blocks of Llama 3 8B, 4,096 tokens, %d GPU%s per node, on the model clock:\n", node,
         plural(node));
     say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s a GPU", "of tp 1", "vs row above",
@@ -232,7 +228,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
         report_that(leaving > most_within,
                     "throughput falls by %.3f where the node ends, expected more than inside it, %.3f",
                     leaving, most_within);
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes((int)config->gpus_per_node);
 }
 
 static void more(Mesh mesh, const Config *config) {

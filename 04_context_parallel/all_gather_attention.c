@@ -140,7 +140,7 @@ static bool enabled(const Config *config) { return context_on(config, CONTEXT_AL
 const Technique all_gather_attention = {.name = "all_gather_attention",
                                         .option = context_options,
                                         .options = CONTEXT_OPTIONS,
-                                        .asked = "--cp 2",
+                                        .asked = "--cp",
                                         .axes = 1u << AXIS_CP,
                                         .enabled = enabled,
                                         .check = context_check,

@@ -44,11 +44,13 @@ const SequenceLayout *context_layout(const Config *config) {
     return chosen ? chosen : balanced ? &sequence_zigzag : &sequence_contiguous;
 }
 
+static bool has_tokens(const Config *c, int64_t cp) { return cp <= c->seq; }
+
 void context_check(const Config *c) {
     CHECK(!context_on(c, CONTEXT_ZIGZAG) || context_layout(c) == &sequence_zigzag,
           "--context zigzag has the tokens of --layout zigzag: leave out --layout, or give --context ring");
-    CHECK(c->seq >= c->cp, "--cp %ld is more ranks than --seq %ld has tokens: --cp %ld would fit", c->cp,
-          c->seq, c->seq);
+    CHECK(c->seq >= c->cp, "--cp %ld is more ranks than --seq %ld has tokens: --cp %s would fit", c->cp,
+          c->seq, config_degrees(c, c->seq, c->dp * c->cp, has_tokens));
 }
 
 // ---- the tokens socket ----

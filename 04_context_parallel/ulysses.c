@@ -228,7 +228,7 @@ static bool enabled(const Config *config) { return context_on(config, CONTEXT_UL
 const Technique ulysses = {.name = "ulysses",
                            .option = context_options,
                            .options = CONTEXT_OPTIONS,
-                           .asked = "--cp 2",
+                           .asked = "--cp",
                            .axes = 1u << AXIS_CP,
                            .enabled = enabled,
                            .check = check,

@@ -29,7 +29,7 @@ static bool enabled(const Config *config) { return context_on(config, CONTEXT_ZI
 const Technique zigzag_ring_attention = {.name = "zigzag_ring_attention",
                                          .option = context_options,
                                          .options = CONTEXT_OPTIONS,
-                                         .asked = "--cp 2",
+                                         .asked = "--cp",
                                          .axes = 1u << AXIS_CP,
                                          .enabled = enabled,
                                          .check = context_check,

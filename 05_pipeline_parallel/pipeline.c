@@ -280,9 +280,9 @@ static void check(const Config *c) {
     CHECK(c->grad_acc <= MICRO_BATCHES_MOST, "--grad-acc %ld: a schedule has at most %d micro-batches",
           c->grad_acc, MICRO_BATCHES_MOST);
     CHECK(!made || kind != DUALPIPE || c->pp % 2 == 0,
-          "--schedule dualpipe needs an even --pp, as each rank has a mirror, and --pp is %ld: --pp %ld "
-          "would fit, and --schedule dualpipe_v takes any",
-          c->pp, c->pp + 1);
+          "--schedule dualpipe needs an even --pp, as each rank has a mirror, and --pp is %ld: "
+          "--schedule dualpipe_v takes any",
+          c->pp);
     CHECK(!made || kind != INTERLEAVED || c->pp * chunks <= STAGES_MOST,
           "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks,
           STAGES_MOST, STAGES_MOST / c->pp);
@@ -349,7 +349,7 @@ static const Option options[] = {
 const Technique pipeline = {.name = "pipeline",
                             .option = options,
                             .options = sizeof options / sizeof *options,
-                            .asked = "--pp 2",
+                            .asked = "--pp",
                             .axes = 1u << AXIS_PP,
                             .check = check,
                             .shard = pipeline_shard,

@@ -65,7 +65,7 @@ static const Option zero_r_option = {
 const Technique zero_r_in_pipeline = {.name = "zero_r",
                                       .option = &zero_r_option,
                                       .options = 1,
-                                      .asked = "--tp 2",
+                                      .asked = "--tp",
                                       .axes = 1u << AXIS_TP,
                                       .wraps = 1u << SOCKET_ACTIVATIONS,
                                       .enabled = zero_r_on,

@@ -33,8 +33,7 @@ static double step_of(Way *way, const Config *config, bool tensor, int degree) {
     c.dp = shape.dp, c.pp = shape.pp, c.tp = shape.tp;
     config_set(&c, "schedule", ONE_F_ONE_B);
     Mesh mesh = mesh_new(shape);
-    clock_set_cluster(degree == NODE ? GPUS : NODE, config->compute_efficiency,  // 8 GPUs share a node
-                      config->network_efficiency);
+    clock_set_nodes(degree == NODE ? GPUS : NODE);  // 8 GPUs share a node
     clock_push(way->name);
     StepCost cost = program_cost(&c, mesh, way->techniques);
     clock_pop();
@@ -74,6 +73,6 @@ void pipeline_across_nodes(Mesh mesh, const Config *config) {
                 "across nodes a GPU loses %.2f of its throughput by a pipeline, whose bubble takes %.2f, "
                 "and %.2f by tensor parallelism",
                 way[0].lost, bubble, way[1].lost);
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes((int)config->gpus_per_node);
     device_dry_run(false);
 }

@@ -128,7 +128,7 @@ static void mixtral_block(Mesh mesh, const Config *config) {
         c.seq / c.cp, ep);
     say("  %-26s %14s %16s %12s", "", "all-to-alls", "all-to-all, ms", "block, ms");
     for (int apart = 0; apart < 2; apart++) {
-        clock_set_cluster(apart ? 1 : ep, config->compute_efficiency, config->network_efficiency);
+        clock_set_nodes(apart ? 1 : ep);
         BlockSends block = block_sends(mesh, c);
         const char *where = apart ? "one GPU per node, network" : "all in one node, NVLink";
         say("  %-26s %14.0f %16.3f %12.3f", where, block.calls, 1e3 * block.seconds, 1e3 * block.step);
@@ -138,7 +138,7 @@ static void mixtral_block(Mesh mesh, const Config *config) {
     }
     report_equal("k hidden states of a token, both ways, both passes; and counts",
                  4 * away * rows * row + 4 * away * (double)c.experts, bytes, "B");
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes((int)config->gpus_per_node);
     clock_pop();
     device_dry_run(was_dry);
 }

@@ -88,13 +88,18 @@ static bool accept(void *context, Model *m, double grad_norm) {
     return b->before.step.accept(b->before.step.context, m, grad_norm);
 }
 
+// Of sigmoids there is none, and a program's default is none for them.
+static double z_loss(const Config *c) {
+    return c->moe == MOE_MIXTRAL || config_given(c, "z-loss") ? config_number(c, "z-loss") : 0;
+}
+
 static void *plug(Model *m) {
     const Config *c = &m->config;
     int64_t count = c->layers * c->experts;
     LoadBalance *b = host_alloc(sizeof *b);
     *b = (LoadBalance){.moe = m->sockets.mlp.context,
                        .before = m->sockets,
-                       .rule = {config_number(c, "aux-loss"), config_number(c, "z-loss"), 1},
+                       .rule = {config_number(c, "aux-loss"), z_loss(c), 1},
                        .rate = config_number(c, "balance-bias"),
                        .bias = calloc((size_t)c->layers, sizeof *b->bias),
                        .value = calloc((size_t)count, sizeof *b->value),
@@ -132,7 +137,7 @@ static void check(const Config *c) {
     CHECK(config_number(c, "balance-bias") == 0 || config_number(c, "capacity") == 0,
           "--balance-bias counts the tokens that experts take, and --capacity drops some; leave out one of "
           "the two");
-    CHECK(config_number(c, "z-loss") == 0 || c->moe == MOE_MIXTRAL,
+    CHECK(z_loss(c) == 0 || c->moe == MOE_MIXTRAL,
           "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit");
     CHECK(config_number(c, "balance-bias") == 0 || !(c->save || c->resume || c->init),
           "--balance-bias is no weight, and a folder has no place for it: leave out --save, --resume and "

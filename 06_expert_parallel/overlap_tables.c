@@ -96,7 +96,7 @@ static void head(const Config *c, const char *where) {
 static void in_a_node(Mesh mesh, const Config *config) {
     Config c = deepseek(config, mesh);
     if (mesh.ep.size == 1 || 256 % c.ep || mesh.cp.size * mesh.tp.size > 1) return;
-    clock_set_cluster((int)c.ep, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes((int)c.ep);
     head(&c, c.pp > 1 ? "in a node, stages in other nodes" : "in a node");
     Exposed before = exposed_by(mesh, &c, expert_layouts(), "one after the other"),
             after =
@@ -112,7 +112,7 @@ static void over_nodes(const Config *config) {
     Mesh mesh = mesh_standing_for_all((MeshShape){.dp = RANKS, .ep = RANKS});
     Config c = deepseek(config, mesh);
     c.gpus_per_node = NODE;
-    clock_set_cluster(NODE, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes(NODE);
     head(&c, "over 8 nodes");
     timeline_title("two blocks of DeepSeek-V3, ep 64 over 8 nodes, four micro-batches of 4096 tokens");
     drawn(mesh, &c, expert_layouts(), "plain, one after the other", "plain");
@@ -129,6 +129,6 @@ void overlap_tables(Mesh mesh, const Config *config) {
     device_dry_run(true);
     in_a_node(mesh, config);
     if (mesh.pp.size == 1) over_nodes(config);
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_set_nodes((int)config->gpus_per_node);
     device_dry_run(was_dry);
 }

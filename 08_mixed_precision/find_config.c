@@ -156,8 +156,7 @@ int main(int argc, char **argv) {
                      "Finds the fastest layouts of a model on a cluster, and says how far to "
                      "trust them.",
                      CONFIG_MODEL | CONFIG_EXPERTS,
-                     "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
-                     "optimizer=adamw micro-batch=1",
+                     "model=llama-3-8b seq=4096 dtype=bf16 optimizer=adamw micro-batch=1",
                      own, sizeof own / sizeof *own);
     check_typed(&c, own, sizeof own / sizeof *own, runs_path, agreement, asks_rules, refit, fitted, map,
                 curves_file);
@@ -175,7 +174,7 @@ int main(int argc, char **argv) {
         return comm_finish(status);
     }
     reach(machine);
-    clock_set_cluster((int)per_node, 1, 1);
+    clock_set_nodes((int)per_node);
     if (agreement) {
         agree();
         return comm_finish(report_verdict("layouts cost what their dry runs do"));

@@ -35,13 +35,15 @@ static bool flash(const Config *c) { return c->cp == 1 && flash_attention.enable
 
 static void rows_check(const Config *c) {
     CHECK(c->tp > 1,
-          "--sp shards rows over the ranks of --tp, and there is one: leave it out, or give --tp 2");
+          "--sp shards rows over the ranks of --tp, and there is one: leave it out, or give %s",
+          config_more(c, "--tp"));
     sequence_parallel.check(c);
 }
 static void vocabulary_check(const Config *c) {
     CHECK(c->tp > 1,
           "--vocab-parallel shards the vocabulary over the ranks of --tp, and there is one: leave "
-          "it out, or give --tp 2");
+          "it out, or give %s",
+          config_more(c, "--tp"));
     if (vocab_parallel.check) vocab_parallel.check(c);
 }
 

@@ -93,7 +93,8 @@ static void check(const Config *c) {
         !config_given(c, "fp8-wire") || config_number(c, "zero") >= 3 ||
             (config_number(c, "sp") && c->tp > 1),
         "--fp8-wire: neither ZeRO-3's weights nor --sp's rows are sent: leave it out, or give --zero 3 or "
-        "--tp 2 --sp");
+        "%s --sp",
+        config_more(c, "--tp"));
     CHECK((r && r->tile) || !config_number(c, "fp8-tile"),
           "--fp8-tile %.0f: --fp8 %s scales no tiles; --fp8 deepseek or mxfp8 would fit",
           config_number(c, "fp8-tile"), r ? r->name : "none");

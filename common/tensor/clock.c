@@ -125,9 +125,20 @@ static double model_time(const char *name, DType dtype, double flops, double byt
 }
 
 void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency) {
-    state.gpus_per_node = gpus_per_node;
+    clock_set_nodes(gpus_per_node);
     state.compute_efficiency = compute_efficiency;
     state.network_efficiency = network_efficiency;
+}
+
+void clock_set_nodes(int gpus_per_node) { state.gpus_per_node = gpus_per_node; }
+
+Machine clock_reached(void) {
+    Machine machine = *clock_machine();
+    for (int i = 0; i < DTYPES; i++) machine.flops[i] *= state.compute_efficiency;
+    machine.memory_bytes_per_second *= state.compute_efficiency;
+    machine.node_bytes_per_second *= state.network_efficiency;
+    machine.network_bytes_per_second *= state.network_efficiency;
+    return machine;
 }
 
 int clock_node(int rank) {

@@ -39,6 +39,9 @@ const Machine *clock_machine(void);
 // compute_efficiency, and each link's bandwidth multiplied by network_efficiency. gpus_per_node 0: as many
 // as the machine has.
 void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency);
+void clock_set_nodes(int gpus_per_node);  // sets this alone, and keeps the efficiencies
+// A machine whose peaks are what this one reaches with these efficiencies, for formulas beside the clock.
+Machine clock_reached(void);
 int clock_node(int rank);  // the node of a rank; ranks fill the nodes in order
 
 // A row of a table that says which fraction of its peak a kind of work reaches from this size on. The size

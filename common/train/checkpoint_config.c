@@ -199,7 +199,7 @@ void checkpoint_config(const char *dir, Config *result) {
     c.experts = 0;
     if (mixtral) read_experts(&file, &c);
 
-    CHECK(c.hidden % c.heads == 0,
+    CHECK(c.hidden % c.heads == 0 || find(file.json, "head_dim"),
           "%s: \"hidden_size\" %lld is not divisible by \"num_attention_heads\" %lld", file.path,
           (long long)c.hidden, (long long)c.heads);
     CHECK(c.heads % c.kv_heads == 0,
@@ -208,7 +208,7 @@ void checkpoint_config(const char *dir, Config *result) {
     c.head_size = read_size(&file, "head_dim", c.hidden / c.heads);
     CHECK(c.head_size % 2 == 0, "%s: a head of %lld is odd, and RoPE turns pairs", file.path,
           (long long)c.head_size);
-    if (c.head_size == c.hidden / c.heads) c.head_size = 0;
+    if (c.head_size * c.heads == c.hidden) c.head_size = 0;
     keep(dir, &file);
     config_close(&file);
     *result = c;

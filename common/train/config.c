@@ -68,6 +68,16 @@ static const Preset *preset_find(const char *name) {
     fatal("--model %s is not known; there are %s", name, preset_names());
 }
 
+// The preset that a program's defaults start from, which they may name first, "model=llama-3-8b seq=4096 …",
+// and the rest of them.
+static const Preset *preset_of_program(const char **defaults) {
+    char name[32] = "";
+    int length = 0;
+    if (!*defaults || sscanf(*defaults, "model=%31s %n", name, &length) != 1) return &presets[0];
+    *defaults += length;
+    return preset_find(name);
+}
+
 // ---- the table ----
 
 typedef struct Shared {
@@ -101,7 +111,7 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_MODEL, TEXT("model", model, NULL, "NAME", model_help)},
         {CONFIG_MODEL, INT("layers", layers, NULL, 1, 1e5, "", "transformer blocks, L")},
         {CONFIG_MODEL, INT("hidden", hidden, NULL, 1, 1e6, "", "width of the model, h")},
-        {CONFIG_MODEL, INT("heads", heads, NULL, 1, 1e5, "", "query heads, a; divides --hidden")},
+        {CONFIG_MODEL, INT("heads", heads, NULL, 1, 1e5, "", "query heads, a; divides --hidden, unless --head-size is given")},
         {CONFIG_MODEL, INT("kv-heads", kv_heads, NULL, 1, 1e5, "", "key and value heads; divides --heads")},
         {CONFIG_MODEL,
          INT("head-size", head_size, "0", 0, 1e5, "", "width of a head, d; 0: --hidden / --heads")},
@@ -246,7 +256,7 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     int shared_count = shared_options(shared, &c);
 
     const char *model = groups & CONFIG_MODEL ? typed_model(argc, argv) : NULL;
-    const Preset *preset = preset_find(model ? model : "default");
+    const Preset *standard = preset_of_program(&defaults), *preset = model ? preset_find(model) : standard;
     Option owned[MAX_OPTIONS];
     Value value[MAX_OPTIONS] = {{0}};
     CHECK(own_count <= MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
@@ -254,7 +264,7 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
         owned[i] = own[i];
         if (!own[i].target) owned[i].target = &value[i];
     }
-    char *layer[] = {format_text("%s", presets[0].shape), format_text("%s", defaults ? defaults : ""),
+    char *layer[] = {format_text("%s", standard->shape), format_text("%s", defaults ? defaults : ""),
                      format_text("%s", model ? preset->shape : "")};
     for (int i = 0; i < 3; i++) change_standards(shared, shared_count, owned, own_count, layer[i]);
 
@@ -308,13 +318,9 @@ Config config_default(const char *defaults) {
 }
 
 Config config_of_model(const char *model, const char *defaults) {
-    const Preset *preset = preset_find(model);
-    char *text = format_text("%s %s", preset->shape, defaults);
+    char *text = format_text("model=%s %s", model, defaults);
     Config c = config_default(text);
     free(text);
-    c.model = preset->name;
-    c.rope.theta = preset->rope_theta;
-    c.norm_eps = preset->norm_eps;
     return c;
 }
 
@@ -351,7 +357,9 @@ void config_check(const Config *c) {
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++)
         CHECK(bounds[i].value >= 1 && bounds[i].value <= bounds[i].most, "--%s %ld is not from 1 to %ld",
               bounds[i].flag, bounds[i].value, bounds[i].most);
-    CHECK(c->hidden % c->heads == 0, "--hidden %ld is not divisible by --heads %ld", c->hidden, c->heads);
+    CHECK(c->head_size || c->hidden % c->heads == 0,
+          "--hidden %ld is not divisible by --heads %ld: --hidden %ld would fit, or any with --head-size",
+          c->hidden, c->heads, (c->hidden / c->heads + 1) * c->heads);
     CHECK(c->heads % c->kv_heads == 0, "--heads %ld is not divisible by --kv-heads %ld", c->heads,
           c->kv_heads);
     check_experts(c);
@@ -455,6 +463,29 @@ void config_check_degrees(Config *c, int ranks) {
     CHECK(c->dp * rest == ranks, "--dp %ld%s%s needs %ld rank%s, and there %s %d: --ranks %ld would fit",
           c->dp, rest > 1 ? " x " : "", degrees_text(c), c->dp * rest, plural(c->dp * rest),
           ranks == 1 ? "is" : "are", ranks, c->dp * rest);
+}
+
+const char *config_degrees(const Config *c, int64_t most, int64_t ranks,
+                           bool (*fits)(const Config *c, int64_t degree)) {
+    static char text[256];
+    int used = 0;
+    if (ranks && most > ranks) most = ranks;
+    for (int64_t degree = 1; degree <= most && used < 240; degree++)
+        if (ranks % degree == 0 && fits(c, degree))
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", degree);
+    return text;
+}
+
+const char *config_more(const Config *c, const char *flag) {
+    static char text[64];
+    int64_t ranks = c->dp * c->pp * c->cp * c->tp, degree = 2;
+    // What an axis shards must be there: heads, tokens, layers.
+    int64_t most = !strcmp(flag, "--tp") ? c->heads : !strcmp(flag, "--cp") ? c->seq : c->layers;
+    while (degree <= c->dp && (c->dp % degree || degree > most || (most == c->heads && most % degree)))
+        degree++;
+    if (degree <= c->dp) snprintf(text, sizeof text, "%s %ld", flag, degree);
+    else snprintf(text, sizeof text, "--ranks %ld %s 2", 2 * ranks, flag);
+    return text;
 }
 
 void config_print(const Config *c) {

@@ -113,6 +113,13 @@ void config_set_text(Config *config, const char *name, const char *text);  // bo
 void config_check(const Config *config);
 // The same for the degrees of the mesh on this many ranks, saying what would fit; sets dp or tp if it is 0.
 void config_check_degrees(Config *config, int ranks);
+// What would fit, for refusals: "1, 2, 4", the degrees up to `most` that divide so many ranks (0: any number)
+// and that fit. Static text.
+const char *config_degrees(const Config *config, int64_t most, int64_t ranks,
+                           bool (*fits)(const Config *config, int64_t degree));
+// "--tp 3": the flag of a mesh's axis with the least degree above 1 that the ranks of --dp leave room for;
+// "--ranks 2 --tp 2" where they leave none. Static text.
+const char *config_more(const Config *config, const char *flag);
 // One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.80 M parameters"
 void config_print(const Config *config);
 
