@@ -1,12 +1,12 @@
-// diagnosis.c: see diagnosis.h. A figure that is wrong by a whole factor says by which one where to look:
-// 1 / N on N ranks is a mean taken twice, N a sum taken twice, 1 / m the scale of a micro-batch applied
-// twice, and log N in a loss a softmax whose sum has counted the vocabulary N times.
+// diagnosis.c: see diagnosis.h. A number that is wrong by a whole factor says where to look: 1 / N on N
+// ranks is a mean taken twice, N a sum taken twice, 1 / m the scale of a micro-batch applied twice, and a
+// loss that is off by log N is a softmax whose sum counted the vocabulary N times.
 #include "diagnosis.h"
 
 #include <math.h>
 #include <string.h>
 
-// A factor shows in a gradient through the rounding of its dtype, bf16's included; a loss has more digits.
+// A factor is visible in a gradient despite the rounding of its dtype, even bf16; a loss has more digits.
 static const double FACTOR_NOISE = 0.01, LOSS_NOISE = 1e-3;
 
 enum { MOST_SIZES = 8 };
@@ -39,7 +39,7 @@ static void say_also(const char *before, const struct Size *size, const char *af
 
 const char *diagnose_gradient(double scale, double relative) {
     text[0] = 0;
-    // Anything but a factor has an error that the scale does not account for.
+    // If it is not just a factor, there is an error that the scale does not explain.
     bool factor = near(relative, fabs(scale - 1), FACTOR_NOISE);
     for (int i = 0; i < count && factor; i++) {
         const struct Size *s = &sizes[i];

@@ -1,6 +1,6 @@
 // memory_picture.c: see memory_picture.h. A history is the account after each allocation and release, some
-// thousand moments; a picture has some hundred columns. Time is the model clock's, so that the same run
-// gives the same picture on every machine, to the last byte.
+// thousand moments; a picture has some hundred columns. Time is that of the model clock, so that the same
+// run gives the same picture on every machine, to the last byte.
 #include "memory_picture.h"
 
 #include <math.h>
@@ -75,7 +75,7 @@ static int64_t peak_of_all(const MemoryHistory *history, int kind) {
     return peak;
 }
 
-// The history seen in `columns` equal parts of time: the fullest moment of each.
+// Divides the history into `columns` equal parts of time, and returns the moment of the most bytes in each.
 static Moment *in_columns(const MemoryHistory *history, int columns) {
     Moment *column = host_alloc(sizeof(Moment) * (size_t)columns);
     int64_t i = history->first[0], last = history->first[history->steps];
@@ -239,7 +239,7 @@ void memory_history_svg(const MemoryHistory *history, const char *file, const ch
     output_close(svg, "--svg", file);
 }
 
-// ---- the same in letters ----
+// ---- the same as text ----
 
 // Each column is the fullest moment of its time, each row a part of the bytes.
 void memory_history_print(const MemoryHistory *history) {

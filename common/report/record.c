@@ -1,4 +1,4 @@
-// record.c: what one training run leaves behind, in host memory (report.h).
+// record.c: the results of one training run, in host memory (report.h).
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +17,7 @@ Record record_new(const char *title, int64_t steps, const Params *params) {
     record.apart = host_alloc(sizeof(bool) * n);
     record.grad = host_alloc(sizeof(double *) * n);
     record.param = host_alloc(sizeof(double *) * n);
-    // A step that nobody filled in must not pass.
+    // A step that was not filled in must not pass.
     for (int64_t i = 0; i < steps; i++) record.loss[i] = record.grad_norm[i] = NAN;
     for (size_t i = 0; i < n; i++) {
         record.name[i] = format_text("%s", params->param[i].name);
@@ -89,7 +89,7 @@ Record record_apart(const Record *record) {
 
 // ---- one rank's record for all ----
 
-// Walked over three times: for its size, into bytes, and on the other ranks out of them.
+// The record is traversed three times: for its size, to pack it into bytes, and on other ranks to unpack it.
 typedef struct Parcel {
     enum { MEASURE, PACK, UNPACK } step;
     char *bytes;

@@ -1,5 +1,5 @@
-// report.c: see report.h. Every check goes through `judge`, which remembers the first that failed; the
-// verdict and the exit status come from there and from nowhere else.
+// report.c: see report.h. Every check goes through `judge`, which remembers the first that failed; only it
+// determines the verdict and the exit status.
 #include "report.h"
 
 #include <cjson/cJSON.h>
@@ -50,8 +50,8 @@ static bool judge(bool holds, const char *format, ...) {
 
 // ---- JSON ----
 
-// cJSON prints 15 digits where it finds them near enough; we want the very number. What is not finite is
-// null: JSON has no word for it.
+// cJSON prints 15 digits if it finds them close enough; we want the exact number. A number that is not
+// finite becomes null: JSON cannot represent it.
 static cJSON *json_number(double value) {
     if (!isfinite(value)) return cJSON_CreateNull();
     char text[32];
@@ -138,7 +138,7 @@ void report_text(const char *name, const char *value) {
 
 static bool worse(double error, double than) { return isnan(error) || error > than; }
 
-// One row: the tensor that is worst stands for its quantity.
+// One row: a quantity is represented by its worst tensor.
 typedef struct Row {
     char title[64], fault[200];  // "30 gradients"; why nothing could be compared, or ""
     const char *name, *tensor;   // "gradients"; "": there is one array alone
@@ -149,7 +149,7 @@ typedef struct Row {
     bool holds;
 } Row;
 
-// What is below noise has no direction, so no scale is asked of it.
+// A tensor below noise has no direction, so its scale is not checked.
 static bool tensor_holds(const Difference *d, int64_t bits, bool noise, ProofClass proof, double bound) {
     if (proof == PROOF_EXACT) return bits == 0;
     return d->relative <= bound && (noise || fabs(d->scale - 1) <= bound / 2);
@@ -206,8 +206,8 @@ static void print_row(const Row *row) {
         row->holds ? "ok" : "FAIL", row->holds && d->relative == 0 ? "" : row->tensor);
 }
 
-// Of the gradients, those of routers: judged with all of them, by the same measure of noise, and shown
-// apart, as their error is another one. Experts of which a token takes one give routers no gradient.
+// The gradients of routers: judged together with all others, by the same measure of noise, but shown in a
+// row of their own, as their error has other causes. If a token takes one expert, routers get no gradient.
 static void print_apart(const Record *run, const Record *baseline, double least, ProofClass proof,
                         double bound, cJSON *json) {
     Record own = record_apart(run), other = record_apart(baseline);
@@ -301,8 +301,8 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
         }
     }
     if (isfinite(bound) && bound >= WEAKEST_BOUND) note_coarse(bound);
-    // In the order in which a step makes them, since what comes first is the cause: the first loss, the
-    // first step's gradients, their norm, the later losses, the parameters in the end.
+    // In the order in which a step computes them, since the first fault is the cause: the first loss, the
+    // first step's gradients, their norm, the later losses, the final parameters.
     double first = baseline->steps > 0 ? run->loss[0] / baseline->loss[0] : 1;
     bool first_loss = *row[LOSSES].fault || !(fabs(first - 1) <= bound);
     const int early[] = {LOSSES, GRADIENTS, GRADIENT_NORMS, PARAMETERS},
@@ -317,8 +317,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
 double report_bound(const Record *baseline, const Record *reference, double usual) {
     const double f64_bound = 1e-10, k = 4;
     if (!reference) return f64_bound;
-    // Two runs in this dtype may be off from each other by twice the error of one; k = 4 leaves as much
-    // again.
+    // Two runs in this dtype may differ by twice the error of one; k = 4 doubles that as a margin.
     double worst = usual;
     for (int which = 0; which < QUANTITIES; which++) {
         Quantity x = quantity_of(baseline, which), y = quantity_of(reference, which);
@@ -440,7 +439,7 @@ int report_verdict(const char *format, ...) {
     va_end(arguments);
     if (*report.note && length < (int)sizeof text)
         snprintf(text + length, sizeof text - (size_t)length, "; %s", report.note);
-    // Every rank judges what it holds; the verdict is the same on all.
+    // Every rank judges what it has; the verdict is the same on all.
     bool mine = report.failures == 0, pass = comm_max(!mine, comm_world()) == 0;
     if (!pass) fetch_failure(mine);
     bool coarse = pass && comm_max(*report.coarse != 0, comm_world()) > 0;

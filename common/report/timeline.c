@@ -1,13 +1,13 @@
 // timeline.c: see timeline.h. The clock's events of one step become spans on the compute stream and on each
-// communication line. Between its spans the compute stream waited: on the model clock it moves by
-// operations and by waits alone.
+// communication line. Between its spans the compute stream waited: on the model clock only operations and
+// waits advance it.
 #include "timeline.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-// A mark's letter, and a communication's; what stands in no such mark is "+".
+// The letters of marks and communications; what is in no such mark is "+".
 typedef struct Letter {
     char letter;
     const char *name;
@@ -59,14 +59,14 @@ static bool find_step(bool outermost, int64_t *first, int64_t *last) {
     return *first >= 0;
 }
 
-// Requests are told in the order in which they were waited for, and ran in the order of their start.
+// Requests are recorded in the order in which they were waited for, but ran in the order of their start.
 static int by_begin(const void *a, const void *b) {
     const Span *x = a, *y = b;
     return (x->begin > y->begin) - (x->begin < y->begin);
 }
 
-// The end of a "recording" that begins with this event; else -1. It is no part of the step: what a proof
-// compares is brought together while nothing else is in flight.
+// The end of a "recording" that begins with this event; else -1. It is not part of the step: tensors for
+// the proof are gathered while nothing else is in flight.
 static int64_t recording_end(const Event *event, int64_t i) {
     if (event[i].kind != EVENT_PUSH || strcmp(event[i].name, "recording") != 0) return -1;
     while (event[i].kind != EVENT_POP) i++;

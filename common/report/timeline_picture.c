@@ -1,4 +1,4 @@
-// timeline_picture.c: rows of timeline.c in letters, and as an SVG.
+// timeline_picture.c: rows of timeline.c as text, and as an SVG.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,7 +58,7 @@ static bool has_letter(const Timeline *row, int rows, char letter) {
 
 // ---- the picture in letters ----
 
-// The letter of most of the column's time; a small one if the stream is busy for less than half of it.
+// The letter that takes most of the column's time, in lower case if the stream is busy for less than half.
 static char column_letter(const Span *span, int64_t count, int64_t *at, double from, double to) {
     double seconds[128] = {0}, busy = 0;
     int best = 0;

@@ -1,5 +1,5 @@
-// timeline_ranks.c: the time lines of all ranks, brought together on rank 0 and shown as --timeline,
-// --timeline-svg and --trace ask.
+// timeline_ranks.c: the timelines of all ranks, gathered on rank 0 and shown as --timeline, --timeline-svg
+// and --trace ask.
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +17,7 @@ static struct {
 
 // ---- many ranks ----
 
-// Moves bytes from a rank to rank 0, which gets a copy of its own; the two call it, the others need not.
+// Copies bytes from rank `from` to rank 0, which gets a buffer of its own. Only these two need to call it.
 static void *bring(const void *mine, int64_t *bytes, int from, Group world) {
     bool receives = world.rank == 0, sends = world.rank == from;
     double number = (double)*bytes;
@@ -111,7 +111,7 @@ void timeline_start(const Config *config, Group world) {
     state.trace = config->trace;
     state.world = world;
     base_at_fatal(write_ended);
-    // From here on a second of one rank is the same second of every other.
+    // From here on the clocks of all ranks agree.
     comm_wait(comm_barrier(world));
     clock_trace_start();
 }

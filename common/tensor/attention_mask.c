@@ -1,4 +1,4 @@
-// attention_mask.c: positions and documents of tokens on host and device, and what a mask leaves of them.
+// attention_mask.c: positions and documents of tokens on host and device, and the work that a mask leaves.
 #include "attention_mask.h"
 
 #include <stdlib.h>
@@ -104,8 +104,8 @@ static void sorted_places(int64_t *places, const AttentionPositions *p, int64_t 
     if (!sorted) qsort(places, (size_t)p->s, sizeof *places, by_place);
 }
 
-// Both sides in order, so that the range of keys that a query sees only moves up: from the first one of its
-// document to the last one at its own place.
+// Both sides are sorted, so the range of keys that a query sees, from the first of its document to the last
+// at its own place, only moves forward.
 static double pairs_of_sample(const AttentionPositions *q, const AttentionPositions *k, int64_t sample,
                               int64_t *places) {
     int64_t *queries = places, *keys = places + q->s, first = 0, end = 0;
@@ -134,8 +134,8 @@ static bool ascend(const TileBounds *bound, int64_t tiles) {
     return true;
 }
 
-// Where tiles ascend on both sides, those that are full come first in a row, then the partial ones, then
-// the empty ones, and further down neither border goes back: O(tiles), and not their square.
+// If tiles ascend on both sides, each row has the full ones first, then the partial ones, then the empty
+// ones, and from row to row neither border moves back: O(tiles), not their square.
 static void add_ascending(AttentionMask *mask, const TileBounds *query, const TileBounds *key) {
     const AttentionPositions *q = mask->queries, *k = mask->keys;
     int64_t full = 0, end = 0;

@@ -156,7 +156,7 @@ double clock_model_wait(double until) {
 // What communication costs, from alpha, the latency of a step, and B, the bandwidth of a link; n members, m
 // nodes.
 //
-// B is multiplied by what a message of so many bytes reaches (clock_set_efficiency), alpha is not.
+// B is multiplied by the efficiency for the number of bytes (clock_set_efficiency), alpha is not.
 //
 // Rings: every step passes one piece to the next member. A collective on several nodes crosses the network
 // in m - 1 steps of each round of n - 1, and its ring is as wide as the narrower of a GPU's NVLink and the
@@ -165,8 +165,7 @@ double clock_model_wait(double until) {
 //     reduce_scatter, all_gather      (n - 1) alpha +   (n - 1) / n K / B
 //     broadcast, reduce               (n - 1) alpha +               K / B
 //     barrier                       2 (n - 1) alpha
-// Direct messages: one to each of n - 1 peers; those within the node and those across run on links of their
-// own.
+// Direct messages: one to each of n - 1 peers; those within the node and those across use separate links.
 //     all_to_all, gather, scatter     (n - 1) alpha + max over both links of their part of K / n / B
 //     transfers                               alpha + max over both links and ways of bytes / B
 double clock_collective_seconds(const char *name, double bytes, int n, int per_node) {
@@ -191,7 +190,7 @@ double clock_collective_seconds(const char *name, double bytes, int n, int per_n
     fatal("there is no cost of a collective %s", name);
 }
 
-// The two links run at once, and each both ways at once.
+// The two links work at the same time, each in both directions at the same time.
 static double busiest_link(Traffic node, Traffic network) {
     const Machine *machine = clock_machine();
     double near = node.sent > node.received ? node.sent : node.received;
@@ -278,7 +277,7 @@ void clock_begin(const char *name, DType dtype, double flops, double bytes) {
 void clock_exclude(double seconds) { state.excluded += seconds; }
 
 void clock_end(void) {
-    // Who watches single operations wants their own time, not that of giving them to a device.
+    // A trace is to show how long the operation itself took, not how long it took to issue it to a device.
     if (state.tracing && !device_is_dry_run()) backend_wait();
     double now = wall_seconds();
     CHECK(state.name, "clock_end without clock_begin");
@@ -318,7 +317,7 @@ int clock_operations(const OpCount **operations) {
 // ---- marks ----
 
 static int mark_index(const char *name) {
-    // "step 3" and "step 4" are one mark, "step": its total is what one asks for.
+    // "step 3" and "step 4" are one mark, "step", with one total.
     size_t length = strlen(name);
     while (length && name[length - 1] >= '0' && name[length - 1] <= '9') length--;
     if (length && length < strlen(name) && name[length - 1] == ' ') length--;
@@ -380,7 +379,7 @@ void clock_reset(void) {
     state.operations_count = 0;
     if (!state.depth)
         while (state.marks_count) free((char *)state.marks[--state.marks_count].name);
-    // Marks that are open stay so, and count from here.
+    // Open marks stay open, and count from now on.
     for (int i = 0; i < state.marks_count; i++) state.marks[i] = (OpCount){.name = state.marks[i].name};
     for (int i = 0; i < state.depth; i++) state.open[i].at_push = (OpCount){.wall_seconds = wall_seconds()};
 }

@@ -20,7 +20,7 @@ static void write_string(FILE *out, const char *text) {
     putc('"', out);
 }
 
-// What is not finite is null: JSON has no word for it. Rotates over 4 static buffers.
+// A number that is not finite becomes null: JSON cannot represent it. Rotates over 4 static buffers.
 static const char *number_text(double value, bool microseconds) {
     static char texts[4][340];  // 1e308 with 6 decimals
     static unsigned turn;
@@ -39,9 +39,9 @@ static void name_thread(FILE *out, int pid, int tid, const char *name) {
             pid, tid, name);
 }
 
-// Each line of communication has a row of its own, below the operations. On the model clock one call of a
-// line follows another; on the wall clock they are in flight together, which the format has asynchronous
-// pairs for.
+// Each communication line has its own row, below the operations. On the model clock the calls of a line
+// follow one another; on the wall clock several are in flight at once, for which the format has
+// asynchronous pairs.
 static void write_communication(FILE *out, int pid, const Event *event, bool model, double ts, double end,
                                 int64_t id) {
     int tid = 1 + event->line;
@@ -124,7 +124,7 @@ FILE *clock_trace_open(const char *file) {
     return out;
 }
 
-// The wall clocks of all ranks stand one below another, then all model clocks.
+// First come the wall clocks of all ranks, then all model clocks.
 void clock_trace_part(FILE *out, int rank, int ranks) {
     char *whose = ranks > 1 ? format_text("rank %d, ", rank) : format_text("%s", "");
     char *wall = format_text("%swall clock", whose);

@@ -21,9 +21,9 @@ void backend_wait(void) {}
 
 int64_t backend_waits(void) { return 0; }
 
-// Asks for pages of 2 MB where the heap has grown. A pass over what is larger than the caches needs the
-// address of another page every 64 lines of 4 kB pages, and under a hypervisor each costs several reads of
-// memory: together a tenth of a matrix multiply.
+// Asks for pages of 2 MB where the heap has grown. With pages of 4 kB, a pass over more than the caches
+// hold needs another page's address every 64 cache lines, and under a hypervisor each costs several reads
+// of memory: together a tenth of a matrix multiply's time.
 static void use_huge_pages(char *memory) {
     enum { PAGE = 4096 };
     static char *asked;  // for what lies before this
@@ -56,9 +56,9 @@ void backend_from_host(void *to, const void *from, size_t bytes) { memcpy(to, fr
 
 void backend_to_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
-// Linux promises more memory than it has, and kills the process that believes it without a word. So all
-// ranks of this machine share what is left now, and what they were given and have not written to yet is not
-// left: of that this rank knows its own, and takes the others' as equal.
+// Linux promises more memory than it has, and silently kills a process that uses it. So the ranks of this
+// machine share what is left now, less what they have allocated but not yet written to. Of that this rank
+// knows only its own, and assumes the others' to be the same.
 int64_t backend_room(int64_t held) {
     double room = host_memory_left() / sharers - fmax(0, (double)held - host_memory_written());
     return room < 0x1p62 ? (int64_t)room : INT64_MAX;

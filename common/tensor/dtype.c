@@ -1,7 +1,6 @@
 // dtype.c: the number formats, and every conversion between them.
-//
 // A narrow format is a sign, an exponent with a bias and m bits of mantissa, and nothing else: one function
-// rounds to all of them, one reads them all. What differs is what stands at the end of the line:
+// rounds to all of them, and one reads them all. They differ in what happens beyond the largest number:
 //
 //             sign exp mantissa   bias   largest   beyond it        smallest normal, subnormal
 //     bf16      1   8     7        127   3.39e38   infinity         2^-126   2^-133
@@ -12,18 +11,18 @@
 // The codes of one sign are ordered as their values are. So rounding may carry from the mantissa into the
 // exponent, or from the largest number into infinity, and the result is still the right code.
 //
-// There is no branch in here, and no `?` that a compiler could turn into one: the loops at the end must
-// become vector code, since training in bf16 converts every operand of every matrix multiply.
+// The code has no branch, and no `?` that a compiler could turn into one: the loops at the end must become
+// vector code, since training in bf16 converts every operand of every matrix multiply.
 #include <math.h>
 #include <string.h>
 
 #include "tensor.h"
 
 #if defined __AVX512F__ && !defined __clang__
-#pragma GCC target "prefer-vector-width=512"  // where GCC would take half of it
+#pragma GCC target "prefer-vector-width=512"  // where GCC would use half of it
 #endif
 
-// Ends of the line, without the sign. e4m3 spends the codes that would be infinity on numbers.
+// Largest codes, without the sign. e4m3 uses the codes that would be infinity for numbers.
 enum {
     BF16_NAN = 0x7fc0,
     F16_INFINITY = 0x7c00,
@@ -73,7 +72,7 @@ static inline uint32_t choose(bool c, uint32_t a, uint32_t b) {
 // ---- one value ----
 
 // The code nearest to a positive f32, given as its bits, in a format with m mantissa bits; ties to even.
-// Past the format's largest number the codes count on: the caller cuts them, and looks after NaN.
+// Beyond the format's largest number the codes simply go on: the caller limits them, and handles NaN.
 static inline uint32_t nearest_code(uint32_t magnitude, int m, int bias) {
     // Drop the low bits after adding just under a half, and a whole half if what stays is odd.
     int drop = 23 - m;

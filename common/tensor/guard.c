@@ -1,4 +1,4 @@
-// guard.c: the closed range of addresses, who has a piece of it, and the sentence for those who reach in.
+// guard.c: the closed range of addresses, its blocks, and the sentence about an access to it.
 #include "guard.h"
 
 #include <dlfcn.h>
@@ -12,7 +12,7 @@
 
 struct Guard guard;
 
-// Addresses, not memory: what nobody writes to costs nothing.
+// Addresses, not memory: pages that are never written to cost nothing.
 static const size_t ARENA_BYTES = (size_t)64 << 30;
 static const size_t HUGE_PAGE = 2 << 20;
 static const size_t STEP = 4 << 20;  // by which the used part grows
@@ -135,8 +135,8 @@ static const char *source_line(void *const *address, int count) {
     return *text ? text : "an unknown place";
 }
 
-// The access stands where the program does, so unlike in other signal handlers all may be called: no
-// library is in the midst of anything. (Memory of its own a library would not look for here.)
+// The signal comes from the access itself, not at some random point, so this handler may call any function:
+// no library is in the middle of anything. (A library keeps none of its own memory in this range.)
 static void on_fault(int number, siginfo_t *info, void *context) {
     (void)context;
     size_t offset = (size_t)((const char *)info->si_addr - arena.base);

@@ -1,7 +1,7 @@
-// ops.c: the front of the operations. Each is one table of its arguments: how they are used, and the dtype
-// and shape that fit the others. From the table come the checks and the count of bytes; then both clocks
-// start, and the back end that is linked in computes (kernels.h). In a dry run it does not: counted,
-// clocked, not computed.
+// ops.c: the front of the operations. Each operation describes its arguments in one table: how they are
+// used, and the dtype and shape that they must have. The checks and the count of bytes are derived from the
+// table; then both clocks start, and the back end that is linked in computes (kernels.h). In a dry run an
+// operation is counted and clocked, but not computed.
 #include "ops.h"
 
 #include <string.h>
@@ -19,8 +19,8 @@ typedef struct Argument {
     const char *name;
     Tensor tensor;
     bool optional;     // may be no tensor
-    const char *over;  // names of arguments in whose very place it may be written
-    int64_t touched;   // rows that are used, where it is not all of them; -1: all
+    const char *over;  // names of the arguments that it may alias exactly
+    int64_t touched;   // how many rows are used; -1: all
     Use use;
     DType dtype;
     int64_t rows, columns;  // seen as (rows, columns); columns -1: `rows` elements in any shape
@@ -37,15 +37,15 @@ typedef struct Argument {
 #define FLAT(count)                count, -1
 // clang-format on
 
-// Of a tensor that may be none: the table then says so.
+// For a tensor that may be missing: 0, so that the table reports it.
 static int64_t rows_of(Tensor t) { return tensor_exists(t) ? tensor_rows(t) : 0; }
 static int64_t columns_of(Tensor t) { return tensor_exists(t) ? tensor_columns(t) : 0; }
 static int64_t count_of(Tensor t) { return tensor_exists(t) ? tensor_count(t) : 0; }
 
-// Of statistics, losses and optimizer state beside storage of this dtype.
+// The dtype of statistics, losses and optimizer state for storage of this dtype.
 static DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
 
-// Of a weight's gradient beside storage of this dtype: the same, or f32 where it is of 16 bits.
+// The dtype of a weight's gradient for storage of this dtype: the same, or f32 beside 16 bits.
 static DType gradient_of(DType dtype, Tensor gradient) {
     return tensor_exists(gradient) && gradient.dtype == full(dtype) ? gradient.dtype : dtype;
 }
@@ -78,7 +78,7 @@ static bool among(const char *names, const char *name) {
     return false;
 }
 
-// What is written shares no memory with another argument, unless it may lie exactly over that one.
+// What is written must share no memory with another argument, unless it may alias that one exactly.
 static void check_apart(const char *op, const Argument *out, const Argument *other) {
     Tensor a = out->tensor, b = other->tensor;
     if (a.storage != b.storage || !count_of(a) || !count_of(b)) return;
@@ -140,7 +140,7 @@ static bool took(bool it) {
     return it;
 }
 
-// The kernel of this name: the table's, where it has one and that serves the call, else the back end's.
+// Runs the kernel of this name: the table's, if there is a table and it takes the call, else the back end's.
 #define RUN(name, ...)                                                                               \
     do {                                                                                             \
         if (!replaced.table || !took(replaced.table->name(__VA_ARGS__))) kernel_##name(__VA_ARGS__); \

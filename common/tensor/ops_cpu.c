@@ -1,13 +1,11 @@
 // ops_cpu.c: the operations on a CPU: readable C over a CBLAS and OpenMP.
-//
-// f32 and f64 are computed in place, by code that ops_cpu_rows.inc and ops_cpu_blas.inc hold once for
-// both. 16-bit storage is widened to f32, computed as f32, and every stored result is rounded once on its
-// way back: block by block (ops_cpu_narrow.inc), or, where that would not pay, whole tensors in scratch.
-//
-// Three rules keep it reproducible: no atomics; no sum whose order depends on the number of threads; and
-// the BLAS is called single-threaded inside a parallel region, on slices that the shapes and the number of
-// threads alone decide. (Inside one, the OpenMP build of OpenBLAS stays on the calling thread. Its own
-// two-threaded SGEMM loses a tenth to two fifths of the rate on a model's matrices.)
+// f32 and f64 are computed directly, by code that ops_cpu_rows.inc and ops_cpu_blas.inc contain once for
+// both. 16-bit storage is widened to f32, computed as f32, and every stored result is rounded once: block
+// by block (ops_cpu_narrow.inc) or, where that would not pay, as whole tensors in scratch.
+// Three rules make it reproducible: no atomics; no sum whose order depends on the number of threads; and
+// the BLAS is called single-threaded inside a parallel region, on slices that depend only on the shapes and
+// the number of threads. (Inside a parallel region the OpenMP build of OpenBLAS stays on the calling
+// thread. Its own two-threaded SGEMM is 10 to 40 % slower on a model's matrices.)
 #include <cblas.h>
 #include <limits.h>
 #include <math.h>
@@ -58,8 +56,8 @@ static void my_slice(int64_t size, int64_t *first, int64_t *end) {
     slice_of(size, omp_get_thread_num(), omp_get_num_threads(), first, end);
 }
 
-// Into how many parts the rows of an (m, n) matrix go when `parts` threads share it, each a rectangle; its
-// columns go into parts / that. A thread that multiplies into it packs its rows of one operand and its
+// When `parts` threads share an (m, n) matrix, each taking a rectangle, into how many parts its rows are
+// divided; its columns are divided into `parts` / that. A thread packs its rows of one operand and its
 // columns of the other for itself, so the sum of both should be small.
 static int parts_of_rows(int64_t m, int64_t n, int parts) {
     int best = 1;
@@ -76,8 +74,8 @@ static void rectangle_of(int64_t m, int64_t n, int part, int parts, int64_t *row
     slice_of(n, part / down, parts / down, column, column_end);
 }
 
-// Between the tiles of a long operation: what is in flight goes on there, too. MPI wants the first thread,
-// also where that is in a region within a region.
+// Called between the tiles of a long operation, to advance what is in flight there as well. MPI requires
+// the first thread, even in a nested parallel region.
 static inline void push_between_tiles(void) {
     if (in_flight_count && omp_get_ancestor_thread_num(1) <= 0) in_flight_push();
 }
@@ -110,7 +108,7 @@ static struct {
 } slots[SCRATCH_SLOTS];
 static int slots_used;
 
-// Every kernel that takes scratch says first that it needs none of the last one's.
+// Every kernel that uses scratch first calls this, which frees that of the previous kernel.
 static void scratch_begin(void) { slots_used = 0; }
 
 static void *scratch(size_t bytes) {

@@ -1,6 +1,6 @@
-// rng.c: counter-based random numbers. A block cipher in small: the key is the seed, the plain text says
-// which number is asked for, and ten rounds of Philox make 128 random bits of it. Nothing is remembered
-// between calls, so threads and ranks may ask in any order, and for any part.
+// rng.c: counter-based random numbers. It works like a small block cipher: the key is the seed, the plain
+// text says which number is wanted, and ten rounds of Philox turn it into 128 random bits. There is no
+// state between calls, so threads and ranks may ask for any part, in any order.
 #include "rng.h"
 
 #include <Random123/philox.h>

@@ -2,12 +2,11 @@
 //
 //     DIR/step-000123/config.json               the model's shape, as transformers reads it
 //                     model.safetensors         the weights under Hugging Face's names
-//                     optimizer.safetensors     NAME.m, NAME.v, NAME.master; metadata: where the run stands
-//
-// A run may die at any moment, and the disk may be full. So a checkpoint grows in DIR/.step-000123.tmp,
-// every file of it is on the disk before its name counts, and one rename makes it real: flush files, flush
-// folder, rename, flush the parent. Whoever looks at DIR sees the old state or the new one. No rank ever
-// holds more of a weight than it trains with: each writes its own ranges of the files, and reads them.
+//                     optimizer.safetensors     NAME.m, NAME.v, NAME.master; metadata: the run's progress
+// A run may die at any moment, and the disk may be full. So a checkpoint is written to
+// DIR/.step-000123.tmp; all its files are on the disk before one rename makes it real: flush the files,
+// flush the folder, rename, flush the parent. A reader of DIR sees the old state or the new one. No rank
+// ever holds more of a weight than it trains with: each writes, and reads, its own ranges of the files.
 #include "checkpoint.h"
 
 #include <errno.h>
@@ -34,7 +33,7 @@ enum { STATES = 3 };
 static const char *const state_names[STATES] = {"m", "v", "master"};
 static const char *const kept_name = "recipe";  // what the recipe knows from step to step (params.h)
 
-// Without a tensor where this optimizer keeps no such state, or none yet.
+// flat is {0} if this optimizer has no such state, or none yet.
 static StateTensor state_of(const Optimizer *optimizer, int unit, int which) {
     const UnitState *state = &optimizer->unit[unit];
     return (StateTensor){(StateKind)which,
@@ -45,7 +44,7 @@ static StateTensor state_of(const Optimizer *optimizer, int unit, int which) {
 typedef struct Contents {
     SafeTensors file;
     const Params *params;
-    const Param **param;  // of each tensor; NULL: what the recipe keeps
+    const Param **param;  // of each tensor; NULL: what the recipe remembers
     StateTensor *state;   // of that parameter's unit; without a tensor: the weight
 } Contents;
 
@@ -116,7 +115,7 @@ static void contents_free(Contents *c) {
     free(c->state);
 }
 
-// Whose a file is, so that it is not taken for another's.
+// Notes the run that a file belongs to, so that it is not taken for another's.
 static void contents_say_run(Contents *c, Progress progress) {
     contents_say(c, "run", format_text("%016llx", (unsigned long long)progress.run));
     contents_say(c, "step", format_text("%lld", (long long)progress.step));
@@ -203,7 +202,7 @@ static int first_to_fail(Group world, bool failed) {
     return (int)-first;
 }
 
-// Where all ranks meet: fatal if one of them has failed, and says the first one's fault.
+// All ranks meet here: fatal if one of them has failed, with the sentence of the first that has.
 static void all_are_well(const Saving *s, const char *wrong) {
     Group world = s->params->world;
     int first = first_to_fail(world, wrong != NULL);
@@ -215,7 +214,7 @@ static void all_are_well(const Saving *s, const char *wrong) {
           (long long)s->step);
 }
 
-// Files without their tensors, but all the room for these.
+// Makes the files, with room for their tensors but without the contents.
 static const char *make_files(const char *dir, const Config *config, const Saving *s) {
     const char *wrong = folder_make(dir);
     if (wrong) return wrong;
@@ -313,7 +312,7 @@ void checkpoint_load_weights(const char *dir, Params *params) {
     weights_close(&files);
 }
 
-// Weights and state of two runs, or of two steps, are no checkpoint. Older files do not say whose they are.
+// Weights and state must be of the same run and step. Older files do not name their run.
 static void check_same_run(const char *dir, const SafeTensors *optimizer) {
     WeightFiles weights = weights_open(dir);
     const char *run = safetensors_metadata(optimizer, "run"),
@@ -414,7 +413,7 @@ static void load_state(const char *path, const SafeTensors *file, Params *params
     free(name);
 }
 
-// A run that goes on by another recipe, or by none, would be another run. Returns the tensors read.
+// Continued with another recipe, or with none, it would be another run. Returns the number of tensors read.
 static int load_kept(const char *path, const SafeTensors *file, Params *params) {
     const SafeTensor *kept = safetensors_find(file, kept_name);
     int64_t theirs = kept ? kept->bytes / (int64_t)sizeof *params->kept : 0;

@@ -1,8 +1,7 @@
-// checkpoint_config.c: config.json, with which Hugging Face folders say what model the weights make.
-//
-// Llama's implementation grew many options. Each key that would change the arithmetic, and that
-// transformer.c does not have, is refused here by its name; a key that only describes is passed over.
-// Mixtral's is Llama's with experts.
+// checkpoint_config.c: config.json, which says in a Hugging Face folder to what model the weights belong.
+// Llama's implementation has many options. Each key that would change the arithmetic in a way that
+// transformer.c does not support is refused by name; a key that is only descriptive is ignored. Mixtral's
+// is Llama's with experts.
 #include <cjson/cJSON.h>
 #include <math.h>
 #include <stdlib.h>
@@ -20,7 +19,7 @@ typedef struct ConfigFile {
     cJSON *json;
 } ConfigFile;
 
-// A key twice means one thing here and another thing elsewhere.
+// A key that occurs twice might be read one way here and another way elsewhere.
 static void check_keys(const ConfigFile *config, const cJSON *object) {
     int count = cJSON_GetArraySize(object), keys = 0;
     char **key = host_alloc(count * sizeof *key);
@@ -83,7 +82,7 @@ static bool read_flag(const ConfigFile *config, const char *key) {
     return cJSON_IsTrue(item);
 }
 
-// The key must have this value; absent, it has it where it is the default.
+// The key must have this value; it may be absent if the value is the default.
 static void need_text(const ConfigFile *config, const cJSON *item, const char *key, const char *value,
                       bool is_default) {
     if (!item && is_default) return;
@@ -137,7 +136,7 @@ static Rope read_rope(const ConfigFile *config, double standard) {
     return result;
 }
 
-// What the folder that was read last says beyond what a Config holds.
+// What the folder that was read last contains beyond what a Config holds.
 static struct {
     cJSON *config;
     char *generation;  // generation_config.json; NULL: there is none
@@ -234,7 +233,7 @@ static void put_count(cJSON *object, const char *key, int64_t count) {
     put(object, key, cJSON_CreateNumber((double)count));
 }
 
-// With a point or an exponent, by which Python knows a float: transformers refuses some integers.
+// With a point or an exponent, so that Python reads a float: transformers refuses integers for some keys.
 static void put_real(cJSON *object, const char *key, double x) {
     char *digits = number_text(x), *text = format_text("%s%s", digits, strpbrk(digits, ".e") ? "" : ".0");
     put(object, key, cJSON_CreateRaw(text));
@@ -257,7 +256,7 @@ static void put_rope(cJSON *object, Rope rope) {
     put(object, "rope_scaling", scaling);
 }
 
-// Only if nothing is said of it yet.
+// Sets the key only if it is not there yet.
 static void put_default(cJSON *object, const char *key, cJSON *value) {
     if (cJSON_GetObjectItemCaseSensitive(object, key)) cJSON_Delete(value);
     else cJSON_AddItemToObject(object, key, value);
@@ -332,7 +331,7 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
     }
     put_default(json, "bos_token_id", cJSON_CreateNull());
     put_default(json, "eos_token_id", cJSON_CreateNull());
-    // Other names for what now stands above, which would contradict it.
+    // Other names of what was just set, which would contradict it.
     static const char *const others[] = {"dtype", "rope_parameters"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         cJSON_DeleteItemFromObjectCaseSensitive(json, others[i]);

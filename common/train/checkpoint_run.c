@@ -1,7 +1,7 @@
-// checkpoint_run.c: checkpoint folders on the disk: whose each is, and which is the newest.
-// A run has an identity, 64 bits made of all that makes its course; every file of weights or state carries
-// it and the step, so that files of two runs or steps are not taken for one, and no run writes among the
-// checkpoints of another.
+// checkpoint_run.c: checkpoint folders on the disk: to which run each belongs, and which is the newest.
+// A run has an identity, a 64-bit hash of everything that determines its course. Every file of weights or
+// state contains it and the step, so that files of different runs or steps are never combined, and no run
+// writes among the checkpoints of another.
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 
 const char *folder_flush(const char *path) {
     int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    // Some file systems (those of virtual machines' shared folders) flush files alone, and say so.
+    // Some file systems (shared folders of virtual machines) can flush only files, and say so.
     bool flushed = folder >= 0 && (fsync(folder) == 0 || errno == EINVAL);
     const char *wrong = flushed ? NULL : file_fault("flush", path);
     if (folder >= 0) close(folder);
@@ -78,8 +78,8 @@ const char *folder_put_in_place(const char *temporary, const char *final, const 
     return NULL;
 }
 
-// Whether no other run saves there; so it stays until this process ends. Two at once would write into each
-// other's files. Where the file system cannot lock folders nobody is kept apart.
+// Locks the folder until this process ends; false if another run is saving there. Two at once would write
+// into each other's files. On a file system that cannot lock folders there is no such protection.
 static bool lock_place(const char *dir) {
     enum { LOOKS = 30 };  // each of 0.1 s: a run that was just killed is about to leave
     static int place = -1;
@@ -114,14 +114,14 @@ void checkpoint_check_place(const char *dir) {
     free(trial);
 }
 
-// ---- whose they are ----
+// ---- the run they belong to ----
 
-// Settings of techniques that change what a run computes, beyond its order of sums: a layout is none. Where
-// a program has no such option it is as standard.
+// Settings of techniques that change what a run computes, other than the order of sums; layouts do not. If
+// a program has no such option, the setting has its default.
 typedef struct RunSetting {
     const char *name;
     double standard;
-    bool choice;  // its number says nothing to who reads it
+    bool choice;  // shown without its number, which would mean nothing to a reader
 } RunSetting;
 static const RunSetting settings_of_a_run[] = {{"documents", -1, false},   {"capacity", 0, false},
                                                {"fp8", 0, true},           {"fp8-tile", 0, false},
@@ -131,7 +131,7 @@ static const RunSetting settings_of_a_run[] = {{"documents", -1, false},   {"cap
                                                {"aux-loss", 0, false},     {"z-loss", 0, false},
                                                {"balance-bias", 0, false}, {"loss-scale", 0, true},
                                                {"scale", 0, false},        {"scale-interval", 0, false}};
-// The last ones say nothing but to f16.
+// The last SETTINGS_OF_F16 of them matter only to f16.
 enum { SETTINGS_OF_A_RUN = sizeof settings_of_a_run / sizeof *settings_of_a_run, SETTINGS_OF_F16 = 3 };
 
 static double setting_of_a_run(const Config *c, const RunSetting *setting) {
@@ -185,7 +185,7 @@ uint64_t checkpoint_identity(const Config *c, Progress p) {
 
 // ---- what a run may change when it goes on, and what it would then not repeat ----
 
-enum { RATES = 5, RATES_OF_ADAMW = 2 };  // the last so many say nothing to SGD, whose rate is constant
+enum { RATES = 5, RATES_OF_ADAMW = 2 };  // these last ones do not matter to SGD, whose rate is constant
 static const char *const rate_names[RATES] = {"lr", "weight-decay", "clip", "warmup", "steps"};
 _Static_assert(COURSE == RATES + SETTINGS_OF_A_RUN, "checkpoint.h counts what makes a run's course");
 
@@ -199,7 +199,7 @@ char *course_text(const Config *c, int which) {
                                      : setting_of_a_run(c, &settings_of_a_run[which - RATES]));
 }
 
-// What neither of two runs asks.
+// Whether this flag has no effect on the run.
 static bool course_is_idle(const Config *c, int which) {
     if (which < RATES) return c->optimizer == OPTIMIZER_SGD && which >= RATES - RATES_OF_ADAMW;
     return c->dtype != F16 && which >= COURSE - SETTINGS_OF_F16;
@@ -225,9 +225,9 @@ char *course_changes(const SafeTensors *file, const Config *config, uint64_t our
     return changes;
 }
 
-// ---- whose a folder is ----
+// ---- the run that a folder belongs to ----
 
-// The run that the weights in a folder say they are of; 0: they do not say, or there are none.
+// The run named by the weights in a folder; 0: they name none, or there are none.
 static uint64_t run_of(const char *folder) {
     char *path = format_text("%s/model.safetensors", folder);
     struct stat status;

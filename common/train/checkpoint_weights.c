@@ -1,4 +1,4 @@
-// checkpoint_weights.c: the files in which a folder keeps its weights: model.safetensors, or the parts
+// checkpoint_weights.c: the files in which a folder stores its weights: model.safetensors, or the parts
 // model-00001-of-0000N.safetensors that model.safetensors.index.json lists ({"weight_map": {"name": "file",
 // …}}).
 #include <cjson/cJSON.h>
@@ -87,7 +87,7 @@ static bool ends_with(const char *text, const char *end) {
     return length >= tail && !strcmp(text + length - tail, end);
 }
 
-// A tensor that is no weight of the model is a sign of another model, but for two that say nothing new.
+// A tensor that is not a weight of the model is a sign of another model; two redundant ones are allowed.
 static void check_surplus(const char *path, const WeightFiles *files, const SafeTensor *surplus) {
     // older files keep RoPE's frequencies, which rope_theta determines
     if (ends_with(surplus->name, ".rotary_emb.inv_freq")) return;

@@ -1,8 +1,7 @@
 // config.c: the options that programs share, the presets of --model, and what the sizes cost.
-//
-// Everything is a standard value until it is typed: a preset is a text of standards as they would be typed,
-// and so are a program's own defaults. The later of these wins: the default model, the program's defaults,
-// the preset that --model names, the command line. The order on the command line does not matter.
+// Every option has its default until it is typed: a preset is a text of defaults, written as they would be
+// typed, and so are a program's own defaults. The later of these wins: the default model, the program's
+// defaults, the preset that --model names, the command line. The order on the command line does not matter.
 #include "config.h"
 
 #include <stdlib.h>
@@ -212,13 +211,13 @@ static void change_standards(Shared *table, int count, Option *own, int own_coun
         for (int i = 0; i < own_count && !option; i++)
             if (!strcmp(own[i].name, word)) option = &own[i];
         CHECK(option, "defaults: there is no --%s", word);
-        // Texts outlive the parse, these words do not.
+        // The value of a text must outlive this call; these words do not.
         CHECK(option->type != OPTION_TEXT, "defaults: --%s is a text", word);
         option->standard = value;
     }
 }
 
-// What --model was typed with, or NULL. The parser proper comes later, and judges how it was typed.
+// The value typed for --model, or NULL. The real parser comes later, and checks how it was typed.
 static const char *typed_model(int argc, char **argv) {
     const char *model = NULL;
     for (int i = 1; i < argc; i++) {
@@ -268,12 +267,12 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
                      format_text("%s", model ? preset->shape : "")};
     for (int i = 0; i < 3; i++) change_standards(shared, shared_count, owned, own_count, layer[i]);
 
-    // Every field gets its standard value, also those without a flag here; then the program's flags.
+    // First every field gets its default, even those without a flag here; then come the program's flags.
     Option table[MAX_OPTIONS];
     for (int i = 0; i < shared_count; i++) table[i] = shared[i].option;
     char *no_flags[] = {(char *)base_program(), NULL};
     options_parse(1, no_flags, purpose, table, shared_count);
-    // The program's own stand first.
+    // The program's own flags come first.
     int first = own_count > 0 && own[0].type != OPTION_HEADING, count = first + own_count;
     table[0] = (Option)HEADING("this program");
     for (int i = 0; i < own_count; i++) table[first + i] = owned[i];
@@ -346,7 +345,7 @@ static int64_t block_matrices(const Config *c, int64_t experts);
 
 void config_check(const Config *c) {
     const int64_t experts = c->experts ? c->experts : 1;  // 0: the MLP
-    // A checkpoint's config.json comes here without having passed the flags' bounds.
+    // Sizes from a checkpoint's config.json have not been checked against the flags' bounds.
     const struct {
         const char *flag;
         int64_t value, most;
@@ -376,7 +375,7 @@ void config_check(const Config *c) {
     CHECK((double)c->layers * (double)block_matrices(c, c->experts) < 0x1p60,
           "--layers %ld x --hidden %ld and so on are more than 2^60 parameters", c->layers, c->hidden);
     double scores = (double)c->micro_batch * (double)c->heads * (double)c->seq * (double)c->seq;
-    char batch[40] = "";  // of one sequence it is not what is too much
+    char batch[40] = "";  // a batch of one sequence is not the cause
     if (c->micro_batch > 1) snprintf(batch, sizeof batch, "--micro-batch %ld x ", c->micro_batch);
     CHECK(scores < 0x1p60, "%s--heads %ld x --seq %ld squared are more than 2^60 scores", batch, c->heads,
           c->seq);
@@ -428,7 +427,7 @@ void config_set_text(Config *c, const char *name, const char *text) { setting_of
 
 // ---- degrees of the mesh ----
 
-// The degrees but dp as flags, those of 1 left out: "--pp 2 x --tp 3". Static text.
+// The degrees other than dp as flags, without those that are 1: "--pp 2 x --tp 3". Static buffer.
 static const char *degrees_text(const Config *c) {
     static char text[128];
     const struct {
@@ -523,8 +522,8 @@ int64_t config_active_parameters(const Config *c) { return parameters_with(c, c-
 
 double config_step_flops(const Config *c, int64_t sequences) {
     double s = (double)c->seq, tokens = (double)sequences * s;
-    // A weight and a token meet in three multiply-adds: forward, and the gradients of input and of weight.
-    // The embedding is looked up and costs none; the output layer multiplies, tied or not.
+    // Each weight takes three multiply-adds per token: forward, the gradient of the input, and that of the
+    // weight. The embedding is looked up and takes none; the output layer multiplies, tied or not.
     double weights =
         (double)c->layers * (double)block_matrices(c, c->top_k) + (double)c->vocab * (double)c->hidden;
     // Two products of size d for each (query, key) in forward, four in backward, and of the s^2 pairs the

@@ -1,12 +1,11 @@
 // data.c: tokens from a file, and samples as a pure function of their index.
+// There is no epoch and no shuffled list: each sample begins at a position drawn for its number. So nothing
+// has to be saved, sent or skipped: a resumed run, and a rank that needs only its own samples, draw the
+// same ones as the run on one device, and the position in the data is one integer. The price is that of
+// drawing with replacement: some positions are drawn twice before others are drawn once.
 //
-// There is no epoch and no shuffled list: each sample begins at a place drawn for its number. So nothing
-// has to be saved, sent or skipped: a resumed run, and a rank that wants only its own samples, draw the
-// same ones as the run on one device, and a place in the data is one integer. The price is that of drawing
-// with replacement: some places come twice before others come once.
-//
-// The file is mapped, and its tokens are made as they are sampled: a text larger than the memory trains as
-// well, and ranks of one machine share what they have read.
+// The file is mapped, and tokens are converted when they are sampled: a text may be larger than the memory,
+// and ranks of one machine share what they have read.
 #include "data.h"
 
 #include <limits.h>
@@ -29,8 +28,8 @@ typedef struct TokenFile {
 
 static const TokenFile token_files[] = {{20240520, 1, 2}, {20240801, 7, 4}};  // GPT-2, Llama 3
 
-// llm.c dates the magic of all its files. As bytes such a number ends in 1, which no text has there: its
-// models and evaluation sets are thus known, and not read as text.
+// The magic numbers of all llm.c files are dates. The last byte of such a number is 1, which no text has
+// there; so llm.c's models and evaluation sets are recognized, and not read as text.
 enum { FIRST_MAGIC = 20240101, LAST_MAGIC = 20241231 };
 
 static const char *wrong(const char *format, ...) PRINTF_LIKE(1, 2);
@@ -43,7 +42,7 @@ static const char *wrong(const char *format, ...) {
     return sentence;
 }
 
-// The files are little-endian; the machine, and the alignment of `bytes`, are whatever they are.
+// The files are little-endian; the machine may not be, and `bytes` may be unaligned.
 static uint32_t read_word(const uint8_t *bytes, size_t width) {
     uint32_t word = 0;
     for (size_t i = 0; i < width; i++) word |= (uint32_t)bytes[i] << (8 * i);
@@ -102,8 +101,8 @@ static int32_t token_at(const Data *data, int64_t i) {
 
 // ---- files ----
 
-// This book's own sources, which make writes into one file. Programs run from any folder, so it is looked
-// for from where the program itself lies: <build>/<chapter>/<program> reads <build>/corpus.txt.
+// This book's own sources, which make concatenates into one file. Programs are run from any folder, so the
+// file is found relative to the program itself: <build>/<chapter>/<program> reads <build>/corpus.txt.
 static const char *default_corpus(void) {
     static char path[PATH_MAX];
     static const char name[] = "/corpus.txt";
@@ -129,7 +128,7 @@ Data data_open(const char *path, int64_t vocab, int64_t seq) {
     data.count = data.tokens.count;
     data.text = data.tokens.width == 1;
 
-    // Where the vocabulary holds whatever a token of this width may be, nothing need be read.
+    // If the vocabulary includes every token of this width, nothing needs to be read.
     bool holds_any = data.tokens.width < 4 && vocab >= (int64_t)1 << (8 * data.tokens.width);
     for (int64_t i = 0; i < data.count && !holds_any; i++) {
         int32_t token = token_at(&data, i);
@@ -141,8 +140,8 @@ Data data_open(const char *path, int64_t vocab, int64_t seq) {
     }
     data.vocab = data.text && vocab > 256 ? 256 : vocab;
 
-    // The end is held out, in one piece: places strewn among the training text would share their
-    // neighbourhood with it.
+    // The end is held out, in one piece: pieces scattered over the training text would have training text
+    // around them.
     int64_t held_out = data.count / 10;
     data.train_count = data.count - held_out;
     CHECK(held_out >= seq + 2,
@@ -157,7 +156,7 @@ void data_close(Data *data) {
     *data = (Data){0};
 }
 
-// FNV-1a over whole tokens, which end alike only if they are alike but for one chance in 2^64 or so.
+// FNV-1a over whole tokens: different data has the same hash with a probability of about 1 in 2^64.
 uint64_t data_print(const Data *data) {
     uint64_t print = 0xcbf29ce484222325;
     for (int64_t i = 0; i < data->count; i++) print = (print ^ (uint32_t)token_at(data, i)) * 0x100000001b3;
@@ -178,8 +177,8 @@ void data_sample(const Data *data, int64_t seed, int64_t index, bool held_out, i
     // The remainder favours low starts by less than starts / 2^64.
     uint64_t draw = (uint64_t)index + ((uint64_t)held_out << 63);
     uint64_t start = rng_bits((uint64_t)seed, RNG_DATA, draw) % (uint64_t)starts;
-    // The shift by one is done here, once, before any sharding: whoever splits a sequence over ranks has
-    // the right target at every border.
+    // The shift by one is done here, once, before any sharding: a technique that splits a sequence over
+    // ranks gets the right target at every border.
     data_copy(&data->tokens, first + (int64_t)start, seq, tokens);
     data_copy(&data->tokens, first + (int64_t)start + 1, seq, targets);
 }

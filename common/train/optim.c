@@ -1,4 +1,4 @@
-// optim.c: AdamW and SGD over the flat tensors of the parameter table, the learning rate's course, and
+// optim.c: AdamW and SGD over the flat tensors of the parameter table, the learning rate's schedule, and
 // clipping.
 #include "optim.h"
 
@@ -62,7 +62,7 @@ static double decay_of(const Optimizer *optimizer, const Param *param) {
     return optimizer->kind == OPTIMIZER_ADAMW && param->decays ? optimizer->weight_decay : 0;
 }
 
-// What an optimizer steps of one parameter: this rank's own part.
+// This rank's own part of one parameter, which an optimizer steps.
 typedef struct Part {
     Tensor value, master, m, v, grad;  // master, m, v {0} where there is none
 } Part;
@@ -99,8 +99,8 @@ static void narrowed(const Recipe *r, Tensor stored, Tensor wide, StatePart at) 
     tensor_free(&wide);
 }
 
-// The same step where state is stored in fewer bits than it is computed in. A fused kernel has what is
-// wide in registers, so that peaks stay as they were.
+// The same step for state that is stored in fewer bits than it is computed in. A fused kernel would keep
+// the wide values in registers, so the memory peaks are restored.
 static void step_narrow(const Optimizer *optimizer, const Recipe *r, Part p, const Param *param,
                         int64_t first, double lr, double grad_scale) {
     Memory before = memory_account();
@@ -153,8 +153,8 @@ void optimizer_begin(Optimizer *optimizer, const Params *params) {
     optimizer->step++;
 }
 
-// Neighbours of equal decay are stepped in one pass, as if they were one weight. Narrow state is not: each
-// weight's has scales of its own, and takes a wide copy for the step.
+// Consecutive weights with the same decay are stepped in one pass, as if they were one weight. Narrow state
+// is not: each weight's state has its own scales, and needs a wide copy for the step.
 void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double lr, double grad_scale) {
     const Param *param = params->param + params->unit[unit].first_param;
     const Param *end = param + params->unit[unit].params, *next;

@@ -13,7 +13,7 @@
 static const Group alone = {.size = 1, .name = "one"};
 
 Recipe recipe_standard(DType dtype) {
-    // 16-bit sums lose small addends, and 16-bit weights small steps.
+    // 16-bit sums lose small terms, and 16-bit weights lose small steps.
     DType wide = dtype_size(dtype) < 4 ? F32 : dtype;
     return (Recipe){.weight = dtype,
                     .gradient = dtype,
@@ -88,8 +88,8 @@ void unit_set_holders(Params *params, int unit, Group stages, const int *holder,
     }
 }
 
-// A group of ranks of one stage, and those that stand at its place on each holder: ranks of one stage lie
-// `apart` from those of the next one.
+// Sets members to the ranks at the places of this group in the stage of each holder; the ranks of one stage
+// are `apart` from those of the next.
 static int on_holders(const Unit *u, Group group, int *members) {
     int apart = u->stages.member[1] - u->stages.member[0], count = 0;
     for (int i = 0; i < u->holders; i++)
@@ -120,7 +120,7 @@ static void join_holders(Params *params) {
     }
 }
 
-// ---- where elements stand ----
+// ---- where elements are ----
 
 bool param_overlap(const Param *param, int64_t first, int64_t count, int64_t *from, int64_t *shared) {
     int64_t param_end = param->offset + param->count, end = first + count;
@@ -138,9 +138,9 @@ ParamRun param_run(const Param *param, int64_t i, int64_t end) {
         .count = count < end - i ? count : end - i};
 }
 
-// A proof makes the same model several times, whole or in shards, and half of its start would be drawing.
-// So what has been drawn of a weight is remembered, place by place; 0 is not drawn yet. Of models that are
-// large, and made once, nothing is.
+// A proof creates the same model several times, whole or in shards, and half of its start-up would be
+// drawing weights. So the numbers drawn for a weight are remembered, element by element; 0: not drawn yet.
+// Large models, which are made once, are not remembered.
 typedef struct Drawn {
     uint64_t seed, stream;
     int64_t count;
@@ -193,7 +193,7 @@ static void draw_piece(Tensor values, const Param *param, int64_t from, int64_t 
     free(host);
 }
 
-// In pieces, so that the host holds little beside the device.
+// In pieces, so that little host memory is needed.
 static void draw(Tensor values, const Param *param, int64_t from, int64_t count, uint64_t seed) {
     enum { PIECE = 1 << 22 };
     if (device_is_dry_run()) return;
@@ -234,8 +234,8 @@ Group params_norm_group(const Params *params) {
     return alone ? (Group){.size = 1, .name = "one"} : params->world;
 }
 
-// Without ZeRO a rank owns all that it stores. The norm counts that on the first replica, or on each where
-// no message is needed, as all have every gradient.
+// Without ZeRO a rank owns all that it stores. The norm counts it on the first replica only or, if all
+// ranks have every gradient and need no message, on each.
 static void own_all(Params *params) {
     bool alone = params_norm_group(params).size == 1;
     for (int i = 0; i < params->units; i++) {

@@ -1,5 +1,5 @@
-// params_norm.c: what the gradients of a step need over ranks before the optimizer steps: sums over copies
-// of a weight, and the norm.
+// params_norm.c: communication on gradients before the optimizer step: sums over copies of a weight, and the
+// norm.
 #include <math.h>
 #include <stdlib.h>
 
@@ -11,8 +11,8 @@
 
 static bool is_partial(const Param *param) { return param->here && param->parts.size > 1; }
 
-// All ranges of this rank's own gradients that are partial over this very group, one after another:
-// into the buffer, or back. Returns their number of elements; without a buffer that alone.
+// Copies all of this rank's own gradients that are partial over this group, one after another, into the
+// buffer or back. Returns their number of elements; without a buffer it only counts.
 static int64_t move_partial(const Params *params, Group parts, Tensor buffer, bool back) {
     int64_t count = 0;
     for (int i = 0; i < params->count; i++) {
@@ -60,8 +60,8 @@ static int64_t count_without_padding(const Param *param) {
     return rows > 0 ? rows * param->shape[1] : 0;
 }
 
-// What this rank counts of a parameter, as a range of the flat gradient `all`. Of copies the first one
-// counts, and padding not at all.
+// The elements of a parameter that this rank counts, as a range of the flat gradient `all`. Only the first
+// of several copies counts, and padding never.
 static FlatRange counted_range(const Params *params, const Param *param, Tensor all) {
     const Unit *unit = &params->unit[param->unit];
     const FlatRange nothing = {0};

@@ -1,12 +1,12 @@
-// params_whole.c: the way from what each rank stores of a weight to the whole weight, and back.
+// params_whole.c: from the parts of a weight that each rank stores to the whole weight, and back.
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/comm.h"
 #include "params.h"
 
-// Calls `act` for each run of elements that lie side by side in the whole, too, of the parameter's stored
-// elements from … from + count - 1, of which `held` is a host copy. Padding is passed over.
+// Of the parameter's stored elements from … from + count - 1, with the host copy `held`: calls `act` for
+// each run that is contiguous in the whole as well. Padding is skipped.
 static void each_run(const Param *param, int64_t from, int64_t count, char *held, size_t size,
                      ParamRange act, void *context) {
     for (int64_t i = from, end = from + count; i < end;) {
@@ -37,7 +37,7 @@ static void write_part(const Param *param, Tensor part, int64_t from, ParamRange
     free(host);
 }
 
-// Whoever counts an element in the gradients' norm gives it, and where every replica does, the first.
+// The rank that counts an element in the gradients' norm writes it; if every replica does, the first.
 void param_write_part(const Params *params, const Param *param, Tensor part, int64_t from, ParamRange write,
                       void *context) {
     const Unit *unit = &params->unit[param->unit];
@@ -66,7 +66,7 @@ static void from_whole(void *context, int64_t first, int64_t count, void *bytes)
     memcpy(bytes, w->bytes + (size_t)first * w->size, (size_t)count * w->size);
 }
 
-// What one member has not, its bytes are zero; so sums of words, read as integers, put the bytes together.
+// Bytes that a member lacks are zero, so summing the words as integers merges the bytes of all.
 static void merge(void *bytes, int64_t words, Group group) {
     if (group.size == 1) return;
     Memory before = memory_account();
@@ -79,7 +79,7 @@ static void merge(void *bytes, int64_t words, Group group) {
     memory_restore_peak(&before);
 }
 
-// held is the range of the unit from `first` on; parts: other replicas have the rest of it.
+// held is the range of the unit from `first` on; parts: other replicas have the rest of the unit.
 static void gather(const Params *params, const Param *param, Tensor held, int64_t first, bool parts,
                    void *whole) {
     size_t size = dtype_size(held.dtype);
@@ -103,7 +103,7 @@ static void gather(const Params *params, const Param *param, Tensor held, int64_
 void param_gather(const Params *params, const Param *param, ParamTensor which, void *whole) {
     const Unit *unit = &params->unit[param->unit];
     bool grad = which == PARAM_GRAD;
-    // Where weights exist whole on every replica, each looks at its own.
+    // If weights exist whole on every replica, each uses its own.
     bool parts = params->sharding >= (grad ? SHARD_STATE : SHARD_VALUES);
     if (!grad && !parts) gather(params, param, unit->values, 0, false, whole);
     else gather(params, param, grad ? unit->own_grads : unit->own_values, unit->own_first, parts, whole);

@@ -1,12 +1,12 @@
-// safetensors.c: the file format in which Hugging Face keeps weights, read with suspicion.
+// safetensors.c: the file format in which Hugging Face stores weights, read with suspicion.
 //
 //     8 bytes   length n of the header, little-endian
 //     n bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …,
 //                      "__metadata__": {"key": "value", …}}
 //     the rest  the tensors' bytes, one after another, with no hole and no overlap
 //
-// A file comes from anywhere. Until every tensor is known to lie within it and to have the bytes that its
-// shape says, nothing is believed: no length, no offset, no product of dimensions.
+// A file may come from anywhere. Until every tensor is known to be within the file and to have as many
+// bytes as its shape requires, nothing is trusted: no length, no offset, no product of dimensions.
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -30,7 +30,7 @@ enum {
 #define METADATA "__metadata__"
 
 static const char *const dtype_names[DTYPES] = {"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "I32"};
-// Sound in a safetensors file, but no DType of ours.
+// Valid in a safetensors file, but not a DType here.
 static const char *const foreign_dtypes[] = {"I64",  "U64", "U32", "I16",     "U16",     "I8",     "U8",
                                              "BOOL", "C64", "F4",  "F8_E8M0", "F6_E2M3", "F6_E3M2"};
 
@@ -130,7 +130,7 @@ static const char *parse_tensor(const cJSON *object, const uint8_t *data, int64_
     const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(object, "dtype");
     const cJSON *shape = cJSON_GetObjectItemCaseSensitive(object, "shape");
     const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(object, "data_offsets");
-    // Exactly these three: a key twice could mean one thing here and another thing elsewhere.
+    // Exactly these three: a key that occurs twice might be read one way here and another way elsewhere.
     if (!cJSON_IsObject(object) || !dtype || !shape || !offsets || cJSON_GetArraySize(object) != 3)
         return fault("tensor \"%s\" is not described by dtype, shape and data_offsets, once each", name);
 
@@ -327,7 +327,7 @@ const char *file_close_flushed(FILE *file, const char *path) {
 // Where the first tensor's bytes begin.
 static int64_t data_begins(const char *header) { return LENGTH_BYTES + (int64_t)strlen(header); }
 
-// All of these bytes, also where the system takes fewer at a time. errno says why not.
+// Writes all of these bytes, even if the system takes fewer at a time. False with errno set if it fails.
 static bool put_all(int file, const void *bytes, int64_t size, int64_t at) {
     const char *next = bytes;
     for (ssize_t put; size > 0; next += put, at += put, size -= put) {
@@ -358,7 +358,7 @@ const char *safetensors_create(const char *path, const SafeTensors *contents) {
 
 struct SafeWriter {
     int file;
-    int64_t at;  // where the tensor begins that is asked for
+    int64_t at;  // where the current tensor begins
     int error;   // errno of the first write that failed; 0: none has
 };
 
