@@ -66,7 +66,7 @@ static void refuse_unknown(const char *name, const Option *table, int count) {
     fatal("--%s is not one of %s's flags; --help lists them", name, base_program());
 }
 
-enum { PLAIN_LIMIT = 10000 };  // bounds beyond it only guard against overflow, and --help does not show them
+enum { PLAIN_LIMIT = 10000 };  // bounds beyond it only guard against overflow: not in --help
 
 // "from 1 to 64", "at least 1", or "" where the bounds say nothing. Static buffer.
 static const char *bounds_text(const Option *option, double limit) {

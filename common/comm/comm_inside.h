@@ -29,9 +29,9 @@ struct Request {
     int64_t order, index, total;         // which request, which call of this rank, from 1; elements
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
-    double began, waited, blocked;  // wall clock: of the call, of the end of its wait, and the wait's length
-    int64_t bytes, across;          // sent by this rank; of these to other nodes (clock_node)
-    Group made;                     // the group that a GROUP makes
+    double began, waited, blocked;       // wall clock: the call, the end of its wait, and the wait's length
+    int64_t bytes, across;               // sent by this rank; of these to other nodes (clock_node)
+    Group made;                          // the group that a GROUP makes
     Operation *operation;
     void (*then)(void *context);  // what comm_wait does when the request has ended and is gone; or NULL
     void *then_context;
@@ -65,7 +65,7 @@ extern struct Comm {
     int rank, ranks;
     double timeout;
     bool check, check_given;
-    bool for_all;  // comm_stand_for_all
+    bool for_all;        // comm_stand_for_all
     Identity *identity;  // of each rank
     Peer *peer;          // each rank
     struct GroupMade {

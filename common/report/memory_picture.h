@@ -17,7 +17,7 @@ typedef struct MemoryHistory {
     Moment *moment;
     int64_t count, room;
     int64_t steps, begun;  // steps planned; steps begun so far
-    int64_t *first;        // (steps + 1) index of the moment at which each step begins, and the last one ends
+    int64_t *first;        // (steps + 1) the moment at which each step begins, and the last one ends
     double *time;          // (steps + 1) the same as times on the model clock
 } MemoryHistory;
 

@@ -65,7 +65,7 @@ typedef enum MaskShape { MASK_ANY, MASK_FULL, MASK_CAUSAL } MaskShape;
 typedef struct AttentionMask {
     const AttentionPositions *queries, *keys;
     double pairs;    // of a query and a key that it sees: the score entries that count
-    double entries;  // score entries in the tiles that are computed: pairs, and those that the mask discards
+    double entries;  // score entries in computed tiles: pairs, and those that the mask discards
     int64_t tiles;   // that are computed
     int64_t full;    // those of them that need no mask
     MaskShape shape;

@@ -56,7 +56,7 @@ typedef struct Unit {
     char name[32];  // "embedding" "block 3" "head"
     int first_param, params;
     int64_t first, count;  // its elements within the model's flat tensors; count is 0 if it is not here
-    Group replicas;        // ranks that train this unit on other samples: its gradients are summed over them
+    Group replicas;        // ranks that train this unit on other samples; its gradients are summed
     Group spread;          // ranks that together store it once
     // Flat, (count); {0} while this rank stores only its own part.
     Tensor values, grads;  // grads in the recipe's gradient dtype
@@ -64,7 +64,7 @@ typedef struct Unit {
     bool waits;            // grads has yet to be added to these sums, by params_accumulate
     // This rank's own part: elements own_first … own_first + own_count - 1; all of them without ZeRO.
     int64_t own_first, own_count;
-    Tensor own_values;  // (own_count) the weights that the optimizer steps: a view of values, or all there is
+    Tensor own_values;  // (own_count) weights that the optimizer steps: a view of values, or all there is
     Tensor own_grads;   // (own_count) their total gradient: a view of the above, or all there is
     int64_t counted_first, counted_count;  // the elements that this rank adds to the gradients' norm
     // Only these `holders` ranks of `stages` store the unit; holders 0: all ranks do.
@@ -91,7 +91,7 @@ typedef struct Params {
     // Spread and replicas of the units that are added next: experts may have others than the rest. The
     // spread are the ranks that together store one replica of the model, as shards or copies.
     Group spread;
-    Group within;               // those of the spread that all store a weight until a technique shards it
+    Group within;  // those of the spread that all store a weight until a technique shards it
     Group replicas;
     Group joined[JOINED_MOST];  // groups of copies across stages
     int joined_count;
