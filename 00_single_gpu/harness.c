@@ -170,9 +170,9 @@ static void check_typed(const Config *c, Techniques list) {
             if (technique_has_option(list[j], setting->name)) owner = list[j];
         if (!setting->given || !owner) continue;
         bool works, on = option_on(c, list, setting->name, &works);
-        const char *asked = !owner->asked                ? NULL
+        const char *asked = !owner->asked               ? NULL
                             : strchr(owner->asked, ' ') ? owner->asked
-                                                         : config_more(c, owner->asked);
+                                                        : config_more(c, owner->asked);
         CHECK(on ? works : is_switch(c, list, setting),
               "--%s is an option of %s, which has nothing to do here: leave it out%s%s", setting->name,
               owner->name, asked ? ", or give " : "", asked ? asked : "");
@@ -188,10 +188,11 @@ static void check_typed_for(const Config *c, const Program *program, bool dry_ru
               "--%s is read with --no-check alone: add that, or leave out --%s", real[i], real[i]);
     CHECK(!config_given(c, "temperature") || config_number(c, "sample") > 0,
           "--temperature is the sample's, and --sample 0 writes none: leave one of them out");
-    CHECK(!proves || dry_run || c->seq > 1 || c->dtype == F64,
-          "--seq 1 in %s: a token that attends to itself alone gives queries and keys no gradient, and what "
-          "rounding makes of that zero is nothing to compare: --seq 2 or --dtype f64 would fit",
-          dtype_name((DType)c->dtype));
+    CHECK(
+        !proves || dry_run || c->seq > 1 || c->dtype == F64,
+        "--seq 1 in %s: a token that attends to itself alone gives queries and keys no gradient, and what "
+        "rounding makes of that zero is nothing to compare: --seq 2 or --dtype f64 would fit",
+        dtype_name((DType)c->dtype));
     CHECK(proves || dry_run || !c->verbose,
           "--verbose shows each row of the proof, and --no-check leaves that out: leave one of them out");
     for (int i = 0; i < program->more_options; i++)
@@ -241,9 +242,10 @@ static void name_sizes(const Config *config) {
 // of sums may send it to another expert.
 static void doubt_choices(const Config *c) {
     if (c->experts > c->top_k && (c->dtype == BF16 || c->dtype == F16))
-        report_doubt("or a token whose scores are almost equal in %s has taken another expert: --dtype f32, or "
-                     "--top-k %ld, would tell",
-                     dtype_name((DType)c->dtype), c->experts);
+        report_doubt(
+            "or a token whose scores are almost equal in %s has taken another expert: --dtype f32, or "
+            "--top-k %ld, would tell",
+            dtype_name((DType)c->dtype), c->experts);
 }
 
 // Trains, proves or counts, as the flags ask. Returns the exit status. Figures and traces are written

@@ -223,9 +223,10 @@ static void across_nodes(Mesh mesh, const Config *config) {
         report_number(name[i], "seconds per step", cost[i].step_seconds, "s");
     }
     // Where compute is slow all that is sent hides, and what is left is waiting for the rank that adds most.
-    report_that(cost[1].comm.exposed_seconds < cost[0].comm.exposed_seconds || config->compute_efficiency < 1,
-                "sharding inside nodes exposes %g s, and over all ranks %g s", cost[1].comm.exposed_seconds,
-                cost[0].comm.exposed_seconds);
+    report_that(
+        cost[1].comm.exposed_seconds < cost[0].comm.exposed_seconds || config->compute_efficiency < 1,
+        "sharding inside nodes exposes %g s, and over all ranks %g s", cost[1].comm.exposed_seconds,
+        cost[0].comm.exposed_seconds);
     clock_set_nodes((int)config->gpus_per_node);
     device_dry_run(false);
 }

@@ -26,7 +26,7 @@ typedef struct Way {
 } Way;
 
 // A step of 16 layers of Llama 3 8B.
-static double step_of(Way *way, const Config *config, bool tensor, int degree) {
+static double step_of(Way *way, bool tensor, int degree) {
     Config c = config_of_model("llama-3-8b", "layers=16 vocab=256 seq=4096 micro-batch=1 dtype=bf16");
     MeshShape shape = {.dp = GPUS / degree, .pp = tensor ? 1 : degree, .tp = tensor ? degree : 1};
     c.grad_acc = way->micro_batches;
@@ -53,7 +53,7 @@ void pipeline_across_nodes(Mesh mesh, const Config *config) {
     say("  %-12s %14s %14s %16s", "", "8 GPUs, ms", "16 GPUs, ms", "lost on a GPU");
     for (int i = 0; i < 2; i++) {
         for (int twice = 0; twice < 2; twice++)
-            way[i].seconds[twice] = step_of(&way[i], config, i == 1, NODE << twice);
+            way[i].seconds[twice] = step_of(&way[i], i == 1, NODE << twice);
         way[i].lost = 1 - way[i].seconds[0] / way[i].seconds[1] / 2;
         say("  %s, m = %-5ld %14.3f %14.3f %15.0f%%", way[i].name, way[i].micro_batches,
             1e3 * way[i].seconds[0], 1e3 * way[i].seconds[1], 100 * way[i].lost);

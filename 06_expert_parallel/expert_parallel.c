@@ -217,10 +217,11 @@ static void check(const Config *c) {
           "--cp %ld with experts: --seq %ld must be a multiple of %ld, so that all ranks route as many "
           "tokens",
           c->cp, c->seq, 2 * c->cp);
-    CHECK(fits(c, c->ep), "--ep %ld does not divide --experts %ld: --experts %ld would fit", c->ep, c->experts,
-          (c->experts / c->ep + 1) * c->ep);
-    CHECK(ranks % c->ep == 0, "--ep %ld does not divide the %ld rank%s of --dp x --cp x --tp: --ep %s would fit",
-          c->ep, ranks, plural(ranks), config_degrees(c, c->experts, ranks, fits));
+    CHECK(fits(c, c->ep), "--ep %ld does not divide --experts %ld: --experts %ld would fit", c->ep,
+          c->experts, (c->experts / c->ep + 1) * c->ep);
+    CHECK(ranks % c->ep == 0,
+          "--ep %ld does not divide the %ld rank%s of --dp x --cp x --tp: --ep %s would fit", c->ep, ranks,
+          plural(ranks), config_degrees(c, c->experts, ranks, fits));
 }
 
 void expert_price(Price *p, const Model *m, const ExpertParallel *x, Group exchanges) {

@@ -179,7 +179,7 @@ const Technique load_balance = {.name = "load_balance",
 
 #ifndef NO_MAIN
 static const Technique *const techniques[] = {
-    &moe, &load_balance, &ddp_no_sync, &zero1, &zero2, &expert_parallel, &recompute, NULL,
+    &moe, &load_balance, &ddp_no_sync, &zero1, &zero2, &zero3, &expert_parallel, &recompute, NULL,
 };
 static const Technique *const one_device[] = {&moe, &load_balance, &recompute, NULL};
 
@@ -189,8 +189,7 @@ static const Technique *const one_device[] = {&moe, &load_balance, &recompute, N
 // the mean: 3.75 tokens in the first layer, and 4 in the second.
 static void move_by_hand(void) {
     enum { LAYERS = 2, EXPERTS = 4 };
-    static const double taken[LAYERS * EXPERTS] = {3, 1, 5, 6, 8, 4, 0, 4},
-                                       mean[LAYERS] = {3.75, 4},
+    static const double taken[LAYERS * EXPERTS] = {3, 1, 5, 6, 8, 4, 0, 4}, mean[LAYERS] = {3.75, 4},
                                        want[LAYERS * EXPERTS] = {0.5, 0.5, -0.5, -0.5, -0.5, 0, 0.5, 0};
     Config c = config_default("layers=2 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 experts=4 top-k=2");
     config_set(&c, "balance-bias", 0.5);

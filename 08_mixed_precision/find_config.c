@@ -151,13 +151,12 @@ int main(int argc, char **argv) {
          "throughput of a GPU by degree: tp, pp and ZeRO-3 across nodes", false},
         {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
-    Config c =
-        config_parse(argc, argv,
-                     "Finds the fastest layouts of a model on a cluster, and says how far to "
-                     "trust them.",
-                     CONFIG_MODEL | CONFIG_EXPERTS,
-                     "model=llama-3-8b seq=4096 dtype=bf16 optimizer=adamw micro-batch=1",
-                     own, sizeof own / sizeof *own);
+    Config c = config_parse(argc, argv,
+                            "Finds the fastest layouts of a model on a cluster, and says how far to "
+                            "trust them.",
+                            CONFIG_MODEL | CONFIG_EXPERTS,
+                            "model=llama-3-8b seq=4096 dtype=bf16 optimizer=adamw micro-batch=1", own,
+                            sizeof own / sizeof *own);
     check_typed(&c, own, sizeof own / sizeof *own, runs_path, agreement, asks_rules, refit, fitted, map,
                 curves_file);
     c.machine = machine;

@@ -34,8 +34,7 @@ static bool flash(const Config *c) { return c->cp == 1 && flash_attention.enable
 // ---- what does not go together, and no record knows by itself ----
 
 static void rows_check(const Config *c) {
-    CHECK(c->tp > 1,
-          "--sp shards rows over the ranks of --tp, and there is one: leave it out, or give %s",
+    CHECK(c->tp > 1, "--sp shards rows over the ranks of --tp, and there is one: leave it out, or give %s",
           config_more(c, "--tp"));
     sequence_parallel.check(c);
 }

@@ -30,7 +30,10 @@ done <<'LENGTHS'
 LENGTHS
 passes "ring 4, SGD over 3 steps" ring_attention
 passes "zigzag, with its tables" zigzag_ring_attention $one
-passes "zigzag on slow links, with its tables" zigzag_ring_attention --network-efficiency 0.01 $one
+passes "zigzag on slow links, with its tables" zigzag_ring_attention --network-efficiency 0.05 $one
+grep -q '^  all in one node  *21996 ' "$out" && grep -q '^  one GPU per node  *197806 ' "$out"
+report $? "zigzag on slow links, with its tables: a twentieth of the bandwidth takes more tokens to hide"
+passes "ring on slow links" ring_attention --network-efficiency 0.02 $one
 passes "zigzag 8, with its tables, fewer tokens than chunks" zigzag_ring_attention --seq 13 $one
 if wanted memory; then
     passes "memory" all_gather_attention --ranks 8 $one --memory-svg "$work/memory.svg"
@@ -118,7 +121,11 @@ refused "--layout is an option of ring_attention, which has nothing to do here: 
     ring_attention --ranks 2 --cp 1 --layout striped
 refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag \
     --layout striped
-refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 3 would fit" ring_attention --seq 3
+refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" ring_attention --seq 3
+refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" zigzag_ring_attention --dp 2 \
+    --cp 4 --seq 3
+refused "which has nothing to do here: leave it out, or give --cp 3" ring_attention --ranks 3 --cp 1 \
+    --layout striped
 refused "--cp 4 x --tp 1 must divide --heads 6; --context ring would fit" ulysses --heads 6
 refused "one must divide the other; --context ring would fit" ulysses --heads 12 --kv-heads 3
 refused "--cp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --cp 3

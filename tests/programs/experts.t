@@ -86,6 +86,7 @@ verdict='balanced over ranks'
 passes "balance, 4 ranks, SGD over 3 steps" load_balance
 passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 \
     --z-loss 0 --balance-bias 0 --grad-acc 1 --proof-only $quick
+passes "balance, DeepSeek, zero 3" load_balance --moe deepseek --zero 3 --layers 1 --steps 2 --proof-only
 passes "balance, DeepSeek, full, zero 2" load_balance --ranks 2 --moe deepseek --z-loss 0 --aux-loss 0.1 \
     --expert-groups 2 --zero 2 --recompute full --layers 1 --steps 3 --proof-only
 verdict='one step counted'
@@ -131,13 +132,14 @@ refused "--groups-kept 3 is more than --expert-groups 2" moe --moe deepseek --ex
 refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-groups 4" moe --moe deepseek \
     --expert-groups 4 --top-k 4
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
-refused "--ep 3 does not divide --dp 4" expert_parallel --ep 3 --experts 6
+refused "--ep 3 does not divide the 4 ranks of --dp x --cp x --tp: --ep 1, 2 would fit" expert_parallel \
+    --ep 3 --experts 6
 refused "--seq 31 must be a multiple of 4" expert_parallel --cp 2
 for program in moe expert_parallel node_limited_routing load_balance overlapped_experts; do
     refused "$program shows what it does with experts, and --experts 0 has none" $program --experts 0
 done
 refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance \
-    --moe deepseek
+    --moe deepseek --z-loss 0.001
 refused "a folder has no place for it" load_balance --save "$work/balanced"
 refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
 refused "--model mixtral-8x7b has experts, and this program computes dense layers alone" \

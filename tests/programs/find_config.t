@@ -55,6 +55,13 @@ same_layout "a shape of one's own, experts, heads of their own size, tied" \
     --head-size 32 --tied
 grep -q '^4 experts of f=48, top 2' "$out"
 report $? "the command of the best layout: a shape of one's own, and its experts"
+same_layout "nobody's model" "L=2 h=4096 a=32 kv=8 f=14336 v=128256 s=4096 untied, bf16" --layers 2 \
+    --gpus 2 --batch-tokens 8K
+if wanted "the command of the best layout: nobody's model by its name"; then
+    run "$build/$program" --layers 2 --gpus 2 --batch-tokens 8K
+    grep -q 'train_5d --no-check --model llama-3-8b --layers 2 --dtype' "$out"
+    report $? "the command of the best layout: nobody's model by its name, and so by its base of RoPE"
+fi
 same_layout "a preset that flags have changed" "L=2 h=4096 .* s=512 untied, bf16" \
     --model mixtral-8x7b --layers 2 --top-k 1 --seq 512 --gpus 4 --batch-tokens 8K
 grep -q '^8 experts of f=14336, top 1' "$out"

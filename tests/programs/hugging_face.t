@@ -16,6 +16,13 @@ for program in 02_zero/zero3 03_tensor_parallel/sequence_parallel 04_context_par
     04_context_parallel/ring_attention 05_pipeline_parallel/one_f_one_b; do
     passes "heads of 10: $program" $program --head-size 10 --layers 4 --steps 1
 done
+# such heads free the width from being a multiple of their number
+odd="--hidden 50 --heads 3 --kv-heads 3 --head-size 16 --ffn 48"
+passes "3 heads of 16, h 50: saved" 00_single_gpu/train $odd --layers 1 --steps 2 --save "$work/odd"
+passes "3 heads of 16, h 50: read again" 00_single_gpu/train --init "$work/odd" --steps 1
+passes "3 heads of 16, h 50: tensor parallelism" 03_tensor_parallel/tensor_parallel $odd --ranks 3 --steps 1
+refused '--hidden 50 is not divisible by --heads 3: --hidden 51 would fit, or any with --head-size' \
+    00_single_gpu/train --hidden 50 --heads 3 --kv-heads 3
 refused '--head-size 7 is odd, and RoPE turns pairs: 8 would fit' 00_single_gpu/train --head-size 7
 
 # Tokens as llm.c stores them: 256 int32, magic 20240520 (GPT-2), version 1, 4000 tokens; then 0 to 24,

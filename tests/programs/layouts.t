@@ -70,9 +70,9 @@ fi
 passes "dry run of Llama 3 8B, tp 8" sequence_parallel --ranks 8 --model llama-3-8b --dtype bf16 \
     --micro-batch 1 --dry-run
 
-refused "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit" tensor_parallel --ranks 3
+refused "--tp 3 does not divide --heads 8; --tp 1 would fit" tensor_parallel --ranks 3
 refused "--tp 4 does not divide --ffn 90; --tp 1, 2 would fit" sequence_parallel --ffn 90
-refused "--tp 4 and --kv-heads 3: one must divide the other; --tp 1, 3, 6, 12 would fit" tensor_parallel \
+refused "--tp 4 and --kv-heads 3: one must divide the other; --tp 1 would fit" tensor_parallel \
     --heads 12 \
     --kv-heads 3 --ffn 72
 refused "--tp 2 does not divide the 3 ranks; --ranks 4 would fit" tensor_parallel --ranks 3 --tp 2

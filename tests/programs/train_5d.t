@@ -42,7 +42,8 @@ passes "trains for real" train_5d --no-check --dtype f32 --steps 30 --lr 0.003 -
 grep -q '^step 15  held-out loss' "$out" && grep -q '^sample' "$out" && grep -q '^The plan' "$out"
 report $? "with a plan, held-out losses and a sample"
 
-refused "--sp shards rows over the ranks of --tp, and there is one" train_5d --ranks 4 --tp 1 --sp
+refused "there is one: leave it out, or give --tp 2" train_5d --ranks 4 --tp 1 --sp
+refused "there is one: leave it out, or give --ranks 6 --tp 2" train_5d --ranks 3 --pp 3 --tp 1 --sp
 idle='which has nothing to do here: leave it out, or give'
 refused "--chunks is an option of pipeline, $idle --pp 2" train_5d --pp 1 --chunks 2
 refused "--gather is an option of zero1, $idle --zero 1" train_5d --zero 2 --gather step

@@ -25,5 +25,10 @@ refused "--svg shows what the ranks of --dp hold, and there is one" zero3 --rank
 passes "zero3, 3 ranks, nodes of 2" zero3 --ranks 3 --gpus-per-node 2 --layers 1 --steps 1
 passes "zero3, 5 ranks, slow compute: one rank's part is smaller" zero3 --ranks 5 --layers 1 --steps 1 \
     --compute-efficiency 0.01
+passes "zero3, half the bandwidth" zero3 --ranks 2 --layers 1 --steps 1 --verbose --network-efficiency 0.5
+grep -q '^  forward, one GPU per node  *19780 ' "$out"
+report $? "zero3, half the bandwidth: twice as many tokens hide what is sent"
+passes "zero3, slow compute: one sequence is enough" zero3 --ranks 2 --layers 1 --steps 1 --verbose \
+    --compute-efficiency 0.02
 passes "zero3, 2 ranks, documents" zero3 --ranks 2 --documents 32 --layers 2 --steps 1
 finish

@@ -35,8 +35,10 @@ static void write_config(const char *remove, const char *add) {
     bool found = !*remove;
     for (size_t i = 0; i < sizeof LINES / sizeof *LINES; i++) {
         bool this_one = *remove && strstr(LINES[i], remove);
+        const char *line = !this_one ? LINES[i]
+                           : found   ? NULL
+                                     : add;  // several lines: in place of the first
         found |= this_one;
-        const char *line = this_one ? add : LINES[i];
         if (line) snprintf(text + strlen(text), sizeof text - strlen(text), "%s\n  %s", i ? "," : "", line);
     }
     if (!found) fail_msg("no line has %s", remove);
@@ -89,7 +91,8 @@ static void configs_are_read_or_refused_by_key(void **state) {
         {"head_dim", "\"head_dim\": 7", "a head of 7 is odd, and RoPE turns pairs", 0},
         {"head_dim", "\"head_dim\": 0", "\"head_dim\" is no whole number", 0},
         {"hidden_size", NULL, "does not say \"hidden_size\"", 0},
-        {"hidden_size", "\"hidden_size\": 25", "\"hidden_size\" 25 is not divisible", 0},
+        {"\"h", "\"hidden_size\": 25", "\"hidden_size\" 25 is not divisible", 0},
+        {"hidden_size", "\"hidden_size\": 25", NULL, 0},  // 6 heads of 4
         {"num_key_value_heads", "\"num_key_value_heads\": 4", "\"num_key_value_heads\" 4", 0},
         {"num_hidden_layers", "\"num_hidden_layers\": 0", "\"num_hidden_layers\" is no whole number", 0},
         {"num_hidden_layers", "\"num_hidden_layers\": 2.5", "\"num_hidden_layers\" is no whole number", 0},
@@ -110,7 +113,7 @@ static void configs_are_read_or_refused_by_key(void **state) {
             continue;
         }
         checkpoint_config(folder, &c);
-        assert_int_equal(c.hidden, 24);
+        assert_int_equal(c.hidden, !strcmp(one->remove, "hidden_size") ? 25 : 24);
         assert_int_equal(c.kv_heads, !strcmp(one->remove, "num_key_value_heads") ? 6 : 2);
         bool wide = one->add && strstr(one->add, "head_dim\": 8"),
              stretched = one->add && strstr(one->add, "llama3");

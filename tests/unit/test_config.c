@@ -134,7 +134,7 @@ static void a_model_by_name_is_the_flags_model(void **state) {
                   right[] = {flags.layers, flags.hidden, flags.heads, flags.kv_heads,
                              flags.ffn,    flags.vocab,  flags.seq,   flags.dtype};
     assert_memory_equal(shape, right, sizeof shape);
-    assert_true(c.rope.theta == flags.rope.theta && c.norm_eps == flags.norm_eps);
+    assert_true(c.rope.theta == 5e5 && flags.rope.theta == 5e5 && c.norm_eps == flags.norm_eps);
     assert_int_equal(c.micro_batch, 8);
 }
 
