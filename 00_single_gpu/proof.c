@@ -317,8 +317,8 @@ void program_prove(const Config *config, Mesh mesh, Techniques techniques, const
     prove(config, mesh, techniques, NULL, twin, twin_techniques, exact, masked, NULL);
     if (!config->verbose && report_holds())
         say("  %s%s%s, and every count as predicted",
-            exact ? "the bits of one device" : "the step of one device", twin ? ", the bits of " : "",
-            twin ? twin : "");
+            exact ? "the single-device step, bit for bit" : "the single-device step",
+            twin ? ", the same bits as " : "", twin ? twin : "");
 }
 
 StepCost program_show_dry(const Config *config, Mesh mesh, const Program *program) {

@@ -14,7 +14,7 @@
 // Bytes sent per rank: 2 (N - 1) / N K for each of the grad_acc micro-batches. Memory per rank: as on one
 // device.
 // Run: build/01_data_parallel/ddp_bucketed  (--bucket-mb 25, --ranks 3, --tied, --dtype f32, --dry-run …)
-// Last line: PASS ddp_bucketed: ranks together make the step of one device …
+// Last line: PASS ddp_bucketed: the ranks reproduce the single-device step …
 #include "ddp_bucketed.h"
 
 #include <math.h>
@@ -280,7 +280,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Data parallelism: gradients go in buckets while backward goes on.",
-        .claim = "ranks together make the step of one device",
+        .claim = "the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1",

@@ -13,7 +13,7 @@
 // Bytes sent per rank: 2 (N - 1) / N K for gradients of K bytes, for each of the grad_acc micro-batches.
 // Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_naive  (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
-// Last line: PASS ddp_naive: ranks together make the step of one device …
+// Last line: PASS ddp_naive: the ranks reproduce the single-device step …
 #include "data_parallel.h"
 
 // ---- the technique ----
@@ -53,7 +53,7 @@ const Technique ddp_naive = {.name = "ddp_naive", .axes = 1u << AXIS_DP, .plug =
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Data parallelism: gradients are summed over the ranks after backward.",
-        .claim = "ranks together make the step of one device",
+        .claim = "the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",

@@ -8,7 +8,7 @@
 //
 // Bytes sent per rank and step: 2 (N - 1) / N K, whatever grad_acc is. Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_no_sync  (--grad-acc 4, --ranks 3, --tied, --dtype f32, --dry-run …)
-// Last line: PASS ddp_no_sync: ranks together make the step of one device …
+// Last line: PASS ddp_no_sync: the ranks reproduce the single-device step …
 #include <stdlib.h>
 
 #include "ddp_bucketed.h"
@@ -94,7 +94,7 @@ static void compare_variants(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Data parallelism: accumulation sends after the last micro-batch alone.",
-        .claim = "ranks together make the step of one device",
+        .claim = "the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1",

@@ -10,7 +10,7 @@
 //
 // Bytes sent per rank: as in ddp_naive. Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_overlap  (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
-// Last line: PASS ddp_overlap: ranks together make the step of one device …
+// Last line: PASS ddp_overlap: the ranks reproduce the single-device step …
 #include <stdlib.h>
 
 #include "data_parallel.h"
@@ -84,7 +84,7 @@ const Technique ddp_overlap = {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Data parallelism: gradients are in flight while backward goes on.",
-        .claim = "ranks together make the step of one device",
+        .claim = "the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",

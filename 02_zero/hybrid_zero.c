@@ -17,7 +17,7 @@
 // 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), a fraction (N - K) / (N - 1) of it
 // across. Memory per rank: as zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
-// Last line: PASS hybrid_zero: each node shards a replica, and the step is that of one device …
+// Last line: PASS hybrid_zero: each node shards a replica, and the ranks reproduce the single-device step …
 #include <math.h>
 #include <stdlib.h>
 
@@ -236,7 +236,7 @@ static const Technique *const techniques[] = {&hybrid_zero, &recompute, NULL};
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Hybrid sharding: ZeRO-3 among the ranks of a node, and replicas across nodes.",
-        .claim = "each node shards a replica, and the step is that of one device",
+        .claim = "each node shards a replica, and the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 shard-ranks=4",

@@ -17,8 +17,8 @@
 // there, and K for parts. It saves time only on the model clock and on a GPU: on a CPU the rank that
 // multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
-// Last line: PASS async_tensor_parallel: rows are in flight behind products, and the step is that of one
-// device …
+// Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks
+// reproduce the single-device step …
 #include <math.h>
 #include <stdlib.h>
 
@@ -380,7 +380,7 @@ int main(int argc, char **argv) {
         .purpose =
             "Asynchronous tensor parallelism: rows are in flight while the matrix multiply works on "
             "others.",
-        .claim = "rows are in flight behind products, and the step is that of one device",
+        .claim = "rows are in flight during products, and the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 async-tp=1 bucket-mb=0.1",

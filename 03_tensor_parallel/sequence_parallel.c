@@ -19,8 +19,8 @@
 // tensor_parallel.c, and 2 (N - 1) / N K for W. Memory per rank: all that a block keeps is sharded, an N-th
 // of one device's.
 // Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
-// Last line: PASS sequence_parallel: rows are sharded between regions, and the step stays that of one
-// device …
+// Last line: PASS sequence_parallel: rows are sharded between regions, and the ranks reproduce
+// the single-device step …
 #include <math.h>
 #include <stdlib.h>
 
@@ -384,7 +384,7 @@ int main(int argc, char **argv) {
         .purpose =
             "Sequence parallelism: between the regions of tensor parallelism, each rank has its own "
             "tokens.",
-        .claim = "rows are sharded between regions, and the step stays that of one device",
+        .claim = "rows are sharded between regions, and the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 bucket-mb=0.1",

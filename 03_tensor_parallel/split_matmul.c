@@ -19,7 +19,7 @@
 //
 // Bytes sent, by all ranks: as above, X and Y standing for their bytes. Memory per rank: W / N.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)
-// Last line: PASS split_matmul: columns and rows make the product of one device …
+// Last line: PASS split_matmul: sharding by columns and by rows gives the single-device product …
 #include "01_data_parallel/data_parallel.h"
 
 #ifndef NO_MAIN
@@ -281,6 +281,6 @@ int main(int argc, char **argv) {
                            &one.dW, &two.B, &two.H, &two.Z,  &two.dX};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
     timeline_finish(&config, mesh.world);
-    return comm_finish(report_verdict("columns and rows make the product of one device"));
+    return comm_finish(report_verdict("sharding by columns and by rows gives the single-device product"));
 }
 #endif

@@ -19,7 +19,7 @@
 // element. Memory per rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv' d + 3 f + a s) / N)
 // + 2 statistics), where kv' = max(kv, N) counts copies of heads, in Wk and Wv too.
 // Run: build/03_tensor_parallel/tensor_parallel (--ranks 8 --gpus-per-node 4, --tp 2 --zero 1, --dry-run …)
-// Last line: PASS tensor_parallel: ranks that share every matrix make the step of one device …
+// Last line: PASS tensor_parallel: ranks that shard every matrix reproduce the single-device step …
 #include "tensor_parallel.h"
 
 #include <stdlib.h>
@@ -246,7 +246,7 @@ static const Option picture = {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Tensor parallelism: every block's matrices are sharded over ranks.",
-        .claim = "ranks that share every matrix make the step of one device",
+        .claim = "ranks that shard every matrix reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 bucket-mb=0.1",

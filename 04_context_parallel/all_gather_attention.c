@@ -14,7 +14,7 @@
 // (N - 1) C (e + 4) (f64: e + 8), as with the ring, but in 2 and 4 calls that nothing hides.
 // Memory per rank: N chunks of K/V, where a ring holds 2 besides its own; in backward also N of dK/dV in f32.
 // Run: build/04_context_parallel/all_gather_attention   (--ranks 8 --memory-svg FILE, --tp 2 …)
-// Last line: PASS all_gather_attention: ranks that gather all keys make the step of one device …
+// Last line: PASS all_gather_attention: ranks that gather all keys reproduce the single-device step …
 #include <stdlib.h>
 
 #include "context_parallel.h"
@@ -168,7 +168,7 @@ static const Option pictures[] = {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "All-gather attention: every rank has all keys and values while it computes.",
-        .claim = "ranks that gather all keys make the step of one device",
+        .claim = "ranks that gather all keys reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=6 seq=61 context=all-gather",
         .natural = 4,
         .before = {"ring_attention", NULL, "context", CONTEXT_RING},

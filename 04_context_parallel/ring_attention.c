@@ -20,7 +20,7 @@
 // e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) messages to one neighbour.
 // Memory per rank: two chunks of K/V besides its own; in backward also three of dK/dV in f32.
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp …)
-// Last line: PASS ring_attention: ranks that share every sequence make the step of one device …
+// Last line: PASS ring_attention: ranks that shard every sequence reproduce the single-device step …
 #include <math.h>
 #include <stdlib.h>
 
@@ -303,7 +303,7 @@ static void more(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Ring attention: keys and values hop from rank to rank, and no rank ever has them all.",
-        .claim = "ranks that share every sequence make the step of one device",
+        .claim = "ranks that shard every sequence reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=6 seq=61 context=ring",
         .natural = 4,
         .techniques = context_layouts,

@@ -18,7 +18,7 @@
 // For a given n this is about the same for any N, while the ring's (N - 1) n 2 kv d e grows with N.
 // Memory per rank: a second copy of q, k, v and o while attention computes with them.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
-// Last line: PASS ulysses: ranks that split the heads make the step of one device …
+// Last line: PASS ulysses: ranks that split the heads reproduce the single-device step …
 #include <stdlib.h>
 #include <string.h>
 
@@ -257,7 +257,7 @@ static void more(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
-        .claim = "ranks that split the heads make the step of one device",
+        .claim = "ranks that split the heads reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=8 seq=61 context=ulysses",
         .natural = 4,
         .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},

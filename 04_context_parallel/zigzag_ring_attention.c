@@ -21,7 +21,7 @@
 //
 // Bytes sent and memory per rank: as ring_attention.c.
 // Run: build/04_context_parallel/zigzag_ring_attention   (--ranks 8, --dp 2 --zero 3, --machine dgx-a100 …)
-// Last line: PASS zigzag_ring_attention: balanced ranks make the step of one device …
+// Last line: PASS zigzag_ring_attention: balanced ranks reproduce the single-device step …
 #include "context_parallel.h"
 
 static bool enabled(const Config *config) { return context_on(config, CONTEXT_ZIGZAG); }
@@ -48,7 +48,7 @@ static void more(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
-        .claim = "balanced ranks make the step of one device",
+        .claim = "balanced ranks reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=6 seq=64 context=zigzag",
         .natural = 8,
         .before = {"ring_attention", NULL, "context", CONTEXT_RING},

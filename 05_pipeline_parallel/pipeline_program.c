@@ -209,7 +209,7 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
          "how ranks of --cp bring keys and values together", false},
     };
     const Program program = {.purpose = purpose,
-                             .claim = "stages on several ranks make the step of one device",
+                             .claim = "stages on several ranks reproduce the single-device step",
                              .defaults = defaults,
                              .natural = 4,
                              .techniques = pipeline_layouts,

@@ -20,7 +20,7 @@
 // Memory per rank: 1 / ep of the experts; input, gate, up and act of the rows that arrive, and the experts'
 // outputs for this rank's own rows.
 // Run: build/06_expert_parallel/expert_parallel     (--ranks 8 --ep 4, --zero 2, --experts 4 --top-k 1 …)
-// Last line: PASS expert_parallel: ranks that share the experts make the step of one device …
+// Last line: PASS expert_parallel: ranks that shard the experts reproduce the single-device step …
 #include "expert_parallel.h"
 
 #include <stdlib.h>
@@ -292,7 +292,7 @@ static void more(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
-        .claim = "ranks that share the experts make the step of one device",
+        .claim = "ranks that shard the experts reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=2",

@@ -19,7 +19,7 @@
 //
 // Bytes sent per step: an all-reduce of L e counts in f64. Memory per rank: L e biases.
 // Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)
-// Last line: PASS load_balance: balanced over ranks as on one device …
+// Last line: PASS load_balance: experts are balanced over ranks as on one device …
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -341,7 +341,7 @@ static void compare(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Load balance: auxiliary loss, z-loss, and a bias in the choice of experts.",
-        .claim = "balanced over ranks as on one device",
+        .claim = "experts are balanced over ranks as on one device",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=2 aux-loss=0.01 "

@@ -22,7 +22,7 @@
 // in 4 nodes, as in DeepSeek-V3, that is about half. The exact formula is above price().
 // Memory per rank: as expert_parallel.c, and the row indices of both hops.
 // Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
-// Last line: PASS node_limited_routing: in two hops, the tokens make the step of one device …
+// Last line: PASS node_limited_routing: tokens sent in two hops reproduce the single-device step …
 #include <stdlib.h>
 
 #include "expert_parallel.h"
@@ -360,7 +360,7 @@ const Technique node_limited_routing = {.name = "node_limited_routing",
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Experts on several nodes: a token crosses to few nodes, and to each of them once.",
-        .claim = "in two hops, the tokens make the step of one device",
+        .claim = "tokens sent in two hops reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=16 top-k=4 moe=deepseek "

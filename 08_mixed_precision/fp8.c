@@ -21,7 +21,7 @@
 // and --sp's rows are sent in 8 bits, with a scale for each 128.
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
 // Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
-// Last line: PASS fp8: ranks together make the step of one device …
+// Last line: PASS fp8: the ranks reproduce the single-device step …
 #include <math.h>
 #include <stdlib.h>
 
@@ -279,7 +279,7 @@ int main(int argc, char **argv) {
          "also train the default model 500 steps by each recipe, from 2 to 4 seeds", false}};
     const Program program = {
         .purpose = "FP8: six recipes of 8-bit multiplies and what they store.",
-        .claim = "ranks together make the step of one device",
+        .claim = "the ranks reproduce the single-device step",
         .defaults =
             "layers=2 hidden=48 heads=6 kv-heads=2 ffn=96 seq=32 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 fp8=te-delayed",

@@ -17,7 +17,7 @@
 //
 // Bytes sent, memory per rank: the sums of the records' closed forms.
 // Run: build/08_mixed_precision/train_5d    (--no-check trains for real: held-out loss, sample …)
-// Last line: PASS train_5d: all techniques together make the step of one device …
+// Last line: PASS train_5d: all techniques together reproduce the single-device step …
 #include <stdlib.h>
 
 #include "five_d.h"
@@ -85,7 +85,7 @@ static const Option shown_option = {
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "5D parallelism: every technique of this book at once, on dense models and on experts.",
-        .claim = "all techniques together make the step of one device",
+        .claim = "all techniques together reproduce the single-device step",
         .defaults =
             "layers=4 hidden=32 heads=4 kv-heads=2 ffn=64 seq=32 micro-batch=1 grad-acc=4 steps=3 "
             "dtype=f64 optimizer=adamw lr=0.001 clip=0.5 bucket-mb=0.1 dp=0 pp=2 tp=2 zero=1",

@@ -181,7 +181,7 @@ static void print_help(const char *purpose, const Option *table, int count) {
     enum { LEFT = 30 };
     int first = (int)strcspn(purpose, "\n");
     printf("%s: %.*s\n\nflags (--name value, or --name=value):\n", base_program(), first, purpose);
-    print_wrapped("prints this and ends", LEFT, printf("  --help"));
+    print_wrapped("print this help and exit", LEFT, printf("  --help"));
     for (int i = 0; i < count; i++) {
         const Option *option = &table[i];
         if (option->type == OPTION_HEADING) {

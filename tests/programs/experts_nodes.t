@@ -5,7 +5,7 @@
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/06_expert_parallel
-verdict='in two hops, the tokens make the step of one device'
+verdict='tokens sent in two hops reproduce the single-device step'
 
 passes "4 nodes of 2; bytes; one node gets all; two in flight" node_limited_routing --layers 1 --steps 1
 hops() { local name=$1; shift; passes "$name" node_limited_routing --proof-only --layers 2 --steps 2 "$@"; }

@@ -6,7 +6,7 @@
 export OMP_NUM_THREADS=1
 program=08_mixed_precision/fp16
 
-passes "each trick mends what it should" $program
+passes "each trick fixes its own failure" $program
 for zero in 0 1 3; do
     passes "ZeRO-$zero, and an overflow on one rank" $program --zero $zero --proof-only
 done
