@@ -6,10 +6,10 @@
 #include "training.h"
 
 // --documents: the token that ends a document. Tokens attend only to their own document.
-#define DOCUMENT_OPTION                                                                      \
-    {                                                                                        \
-        "documents", OPTION_INT, NULL, "-1", -1, 1e9, "token",                               \
-            "which token ends a document; tokens attend to their own alone; -1: none", false \
+#define DOCUMENT_OPTION                                                                             \
+    {                                                                                               \
+        "documents", OPTION_INT, NULL, "-1", -1, 1e9, "token",                                      \
+            "token that ends a document; tokens attend only within their document; -1: none", false \
     }
 
 DType flash_sum_dtype(DType storage);  // of sums over chunks: f32, or f64 if storage is f64

@@ -69,7 +69,7 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
         "dry-run", OPTION_FLAG,
         dry_run,   NULL,
         0,         0,
-        "",        "count and clock every operation and message, compute none: any size on any machine",
+        "",        "count and clock every operation and message, but compute none: for models of any size",
         false};
     const Option real[] = {
         heading(program->trains ? "held-out loss and sample" : "training for real (--no-check)"),
@@ -185,16 +185,16 @@ static void check_typed_for(const Config *c, const Program *program, bool dry_ru
     bool proves = !program->trains && !c->no_check;
     for (size_t i = 0; i < sizeof real / sizeof *real; i++)
         CHECK(!proves || !config_given(c, real[i]),
-              "--%s is read with --no-check alone: add that, or leave out --%s", real[i], real[i]);
+              "--%s has an effect only with --no-check: add that, or leave out --%s", real[i], real[i]);
     CHECK(!config_given(c, "temperature") || config_number(c, "sample") > 0,
-          "--temperature is the sample's, and --sample 0 writes none: leave one of them out");
+          "--temperature is for the sample, and --sample 0 writes none: leave one of them out");
     CHECK(
         !proves || dry_run || c->seq > 1 || c->dtype == F64,
         "--seq 1 in %s: a token that attends to itself alone gives queries and keys no gradient, and what "
         "rounding makes of that zero is nothing to compare: --seq 2 or --dtype f64 would fit",
         dtype_name((DType)c->dtype));
     CHECK(proves || dry_run || !c->verbose,
-          "--verbose shows each row of the proof, and --no-check leaves that out: leave one of them out");
+          "--verbose shows each row of the proof, and --no-check skips the proof: leave one of them out");
     for (int i = 0; i < program->more_options; i++)
         CHECK((proves && !dry_run) || !config_given(c, program->more_option[i].name),
               "--%s says what is shown after the proof, and --%s leaves that out: leave one of them out",
@@ -210,7 +210,7 @@ MeshShape layout_shape(const Config *config) {
 }
 
 static void print_cost(const Config *config, const StepCost *cost) {
-    say("\na step takes %.3f ms on %s; communication takes %.3f ms of it, and %.3f ms are exposed; rank 0 "
+    say("\na step takes %.3f ms on %s; communication takes %.3f ms, of which %.3f ms are exposed; rank 0 "
         "sends %s\n",
         1e3 * cost->step_seconds, config->machine, 1e3 * cost->comm.model_seconds,
         1e3 * cost->comm.exposed_seconds, bytes_text((double)cost->comm.bytes));
@@ -305,7 +305,7 @@ int program_main(int argc, char **argv, const Program *own_program) {
     if (config.resume) config.resume = from;
     else config.init = from;
     CHECK(!config.experts || (groups & CONFIG_EXPERTS),
-          "%s has experts, and this program computes dense layers alone: take a program of "
+          "%s has experts, and this program has only dense layers: take a program of "
           "06_expert_parallel",
           from);
     CHECK(config.experts || !program->experts,

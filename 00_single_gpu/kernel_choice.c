@@ -44,13 +44,13 @@ static void unplug(Model *model, void *context) {
     ops_use_kernels(((Before *)context)->table);
     free(context);
     if (calls.all == before.all) return;  // a dry run
-    say("kernels of the book took %lld of the %lld calls that they replace",
+    say("the kernels of chapter 07 served %lld of the %lld calls that they can replace",
         (long long)(calls.taken - before.taken), (long long)(calls.all - before.all));
 }
 
 static const Option options[] = {
     {"kernels", OPTION_CHOICE, NULL, "library", 0, 0, "library|book",
-     "what computes: the library and this build's kernels, or those of chapter 07", false}};
+     "kernels to compute with: the library's and this build's own, or those of chapter 07", false}};
 
 const Technique kernel_choice = {.name = "kernel_choice",
                                  .option = options,

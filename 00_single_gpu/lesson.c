@@ -140,7 +140,8 @@ void lesson_print(const Config *config, const Column *column, int columns) {
     print_milliseconds("  of it exposed", value[5], columns);
     const Column *own = &column[columns - 2];
     if (own->exposed > 0.5 * own->seconds && !device_is_dry_run())
-        say("  (so small a model waits for latency; --dry-run --model %s --dtype bf16 counts a large one)",
+        say("  (a model this small mostly waits for latency; --dry-run --model %s --dtype bf16 shows a "
+            "large one)",
             config->experts ? "mixtral-8x7b" : "llama-3-8b");
 }
 

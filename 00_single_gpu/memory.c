@@ -332,6 +332,6 @@ int main(int argc, char **argv) {
     if (measured) measure(&plan, dry_run);
     int count = claim_all(claims);
     return report_verdict("%d figures of the playbook reproduced%s", count,
-                          measured ? "; a step allocates what is predicted, to the byte" : "");
+                          measured ? "; a step allocates the predicted bytes exactly" : "");
 }
 #endif

@@ -211,7 +211,7 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
           isnan(t->grad_norm) ? NAN : t->grad_norm,
-          bad ? bad->name : "no single weight: the sum over all overflows");
+          bad ? bad->name : "no single weight: the sum over all of them overflows");
     t->lr = learning_rate(c, t->progress.step);
     double factor = clip_scale(t->grad_norm, c->clip) / grad_scale;
     optimizer_begin(&t->optimizer, params);

@@ -93,7 +93,8 @@ static void compare_variants(Mesh mesh, const Config *config) {
 
 int main(int argc, char **argv) {
     const Program program = {
-        .purpose = "Data parallelism: accumulation sends after the last micro-batch alone.",
+        .purpose =
+            "Data parallelism: with accumulation, gradients are sent only after the last micro-batch.",
         .claim = "the ranks reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "

@@ -308,7 +308,7 @@ int main(int argc, char **argv) {
         {"elements", OPTION_INT, &elements, "30011", 0, 1e12, "", "of the tensor that is summed", false},
         {"dtype", OPTION_CHOICE, &dtype, "f32", 0, 0, "f64|f32|bf16|f16", "of its elements", false},
     };
-    Config config = config_parse(argc, argv, "All-reduce from sends to a neighbour alone, in a ring.",
+    Config config = config_parse(argc, argv, "All-reduce in a ring, from sends to a neighbour only.",
                                  CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE | CONFIG_RANKS, NULL, own,
                                  sizeof own / sizeof *own);
     comm_start(argc, argv, 4);

@@ -107,7 +107,7 @@ static const Option prefetch_option = {"no-prefetch",
                                        0,
                                        0,
                                        "",
-                                       "ZeRO-3 gathers a unit's weights when they are used, and not before",
+                                       "gather a unit's weights only when they are used, without prefetch",
                                        false};
 
 const Technique zero3 = {.name = "zero3",

@@ -179,7 +179,7 @@ static void price(Price *price, const Model *m, const void *context) {
 static bool enabled(const Config *config) { return config_number(config, "sp") != 0; }
 
 static const Option sp_option = {
-    "sp", OPTION_FLAG, NULL, NULL, 0, 0, "", "sequence parallelism: --tp shards norms and residuals, too",
+    "sp", OPTION_FLAG, NULL, NULL, 0, 0, "", "sequence parallelism: --tp also shards norms and residuals",
     false};
 
 const Technique sequence_parallel = {.name = "sequence_parallel",

@@ -269,7 +269,7 @@ int main(int argc, char **argv) {
     Group g = mesh.tp;
     Whole one = on_one_device(g.size);
     TwoLayers two = two_on_one_device(&one, g.size);
-    say("\non one device: Y = X W, and dY with which backward begins\n");
+    say("\non one device: Y = X W, and the dY that backward starts from\n");
     if (g.size <= 4) print("X", one.X), print("W", one.W), print("Y", one.Y), print("dY", one.dY);
     by_columns(&one, g);
     by_rows(&one, g);

@@ -168,7 +168,7 @@ static const Option vocab_option = {"vocab-parallel",
                                     0,
                                     0,
                                     "",
-                                    "--tp shards embedding, output layer and loss, too",
+                                    "--tp also shards embedding, output layer and loss",
                                     false};
 
 const Technique vocab_parallel = {.name = "vocab_parallel",

@@ -29,7 +29,7 @@ const Option context_options[CONTEXT_OPTIONS] = {
     {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
      "how ranks of --cp bring keys and values together", false},
     {"layout", OPTION_CHOICE, NULL, "natural", 0, 0, "natural|contiguous|zigzag|striped",
-     "who has which tokens of a sequence; natural: what --context is known for", false},
+     "which rank has which tokens of a sequence; natural: the usual layout of --context", false},
     DOCUMENT_OPTION};
 
 bool context_on(const Config *config, ContextMethod method) {

@@ -274,7 +274,7 @@ static void check(const Config *c) {
     bool made = !config_text(c, "load");
     CHECK(made || !config_given(c, "schedule"), "--schedule and --load are two schedules: one of them");
     CHECK((made && kind == INTERLEAVED) || !config_given(c, "chunks"),
-          "--chunks is read with --schedule interleaved alone: add that, or leave out --chunks");
+          "--chunks has an effect only with --schedule interleaved: add that, or leave out --chunks");
     int chunks = (int)config_number(c, "chunks");
     CHECK(c->pp <= RANKS_MOST, "--pp %ld: a schedule has at most %d ranks", c->pp, RANKS_MOST);
     CHECK(c->grad_acc <= MICRO_BATCHES_MOST, "--grad-acc %ld: a schedule has at most %d micro-batches",

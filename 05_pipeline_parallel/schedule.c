@@ -254,7 +254,7 @@ int main(int argc, char **argv) {
         {"memory-limit", OPTION_INT, &limit, "0", 0, 4096, "micro-batches",
          "held by a rank of zb_auto; 0: --stages", false},
         {"forward", OPTION_REAL, &d.F, "10", 0, 1e9, "", "time of F, of 1/p of the model", false},
-        {"backward", OPTION_REAL, &d.B, "12", 0, 1e9, "", "time of B, for the inputs alone", false},
+        {"backward", OPTION_REAL, &d.B, "12", 0, 1e9, "", "time of B, for the inputs only", false},
         {"weight", OPTION_REAL, &d.W, "8", 0, 1e9, "", "time of W", false},
         {"pair", OPTION_REAL, &d.pair, "0", 0, 1e9, "", "time of an overlapped F+BW; 0: F + B + W", false},
         {"hop", OPTION_REAL, &d.hop, "0", 0, 1e9, "", "time of a message between ranks", false},

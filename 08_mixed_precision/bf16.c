@@ -84,7 +84,7 @@ static const Option options[] = {
     {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|bf16",
      "in which gradients add up over micro-batches and ranks", false},
     {"gradient", OPTION_CHOICE, NULL, "bf16", 0, 0, "bf16|f32",
-     "in which backward writes gradients: f32 is their sum over micro-batches, too", false},
+     "in which backward writes gradients; with f32, micro-batches are also summed in it", false},
     {"rounding", OPTION_CHOICE, NULL, "nearest", 0, 0, "nearest|stochastic",
      "how weights without masters are rounded", false},
 };

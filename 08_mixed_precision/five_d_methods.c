@@ -285,7 +285,7 @@ int main(int argc, char **argv) {
     bool lengths;
     Option options[] = {
         {"lengths", OPTION_FLAG, &lengths, NULL, 0, 0, "",
-         "memory of each method from 1k to 128k tokens, too", false},
+         "also show the memory of each method from 1k to 128k tokens", false},
         {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "memory of each method, as a picture", false}};
     base_start(argc, argv);
     Config c = config_parse(argc, argv, "What each method of parallelism shards, and its price.",

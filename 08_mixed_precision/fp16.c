@@ -41,7 +41,7 @@ static void check(const Config *c) {
     CHECK(kind != SCALE_NONE || !config_given(c, "scale"),
           "--scale is where --loss-scale static or dynamic begins, and it is none: leave one of them out");
     CHECK(kind == SCALE_DYNAMIC || !config_given(c, "scale-interval"),
-          "--scale-interval is read with --loss-scale dynamic alone: leave one of them out");
+          "--scale-interval has an effect only with --loss-scale dynamic: leave one of them out");
     CHECK(c->optimizer == OPTIMIZER_ADAMW || !config_number(c, "moments"),
           "--moments f16 is of AdamW, and --optimizer sgd has none: leave one of them out");
 }

@@ -255,7 +255,7 @@ static void scale_by_hand(int recipe) {
 static void check_typed(Mesh mesh, const Config *config) {
     (void)mesh;
     int64_t seeds = (int64_t)config_number(config, "long");
-    CHECK(seeds != 1, "--long 1: what is chance shows between seeds; --long 2 would fit");
+    CHECK(seeds != 1, "--long 1: only several seeds show what is chance; --long 2 would fit");
     CHECK(!config_number(config, "proof-only") || !(seeds || config_text(config, "curves")),
           "--%s is of one device's training, which --proof-only leaves out: give one of the two",
           seeds ? "long" : "curves");

@@ -278,7 +278,7 @@ int main(int argc, char **argv) {
     Option options[] = {
         {"part", OPTION_TEXT, &part, NULL, 0, 0, "3/20",
          "this part of all cells; without it, as few cells as make all pairs meet", false},
-        {"cell", OPTION_INT, &one, "-1", -1, 1e9, "", "this cell alone; -1: many", false},
+        {"cell", OPTION_INT, &one, "-1", -1, 1e9, "", "run only this cell; -1: many", false},
         {"table", OPTION_TEXT, &path, NULL, 0, 0, "FILE",
          "the file of results, cell by cell; a run goes on after those that it has", false},
         {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "draws the cells in which all pairs meet",

@@ -165,7 +165,7 @@ static void show_sums(void) {
         report_that(error[1][j] > 1.5 * error[1][j - 1], "longer sums of 14 bits are not further off");
         report_that(error[2][j] < 2 * error[2][0],
                     "longer sums are further off although they are promoted");
-        report_that(bias[1][j] < 0, "what is cut off does not make sums smaller");
+        report_that(bias[1][j] < 0, "truncation does not make sums smaller");
     }
 }
 

@@ -28,7 +28,7 @@ static RankPlan *planned;
 
 static void plan(Mesh mesh, const Config *config) {
     planned = five_d_plan(mesh, config, true);
-    say("\nThe plan: who has what (E embedding, H head), what is held at its peak, and sent in a step");
+    say("\nThe plan: what each rank has (E embedding, H head), holds at its peak, and sends in a step");
     five_d_plan_print(planned, mesh, config);
 }
 

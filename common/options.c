@@ -288,5 +288,5 @@ const char *option_given(const Option *table, int count, const char *names) {
 
 void options_need(const Option *table, int count, const char *names, const char *reader) {
     const char *name = option_given(table, count, names);
-    CHECK(!name, "--%s is read with %s alone: add that, or leave out --%s", name, reader, name);
+    CHECK(!name, "--%s has an effect only with %s: add that, or leave out --%s", name, reader, name);
 }

@@ -98,7 +98,7 @@ Group comm_world(void) {
 }
 
 void comm_stand_for_all(bool on) {
-    CHECK(!on || device_is_dry_run(), "one rank can stand for all in a dry run alone");
+    CHECK(!on || device_is_dry_run(), "one rank can stand for all only in a dry run");
     comm.for_all = on;
 }
 

@@ -58,7 +58,7 @@ const char *diagnose_gradient(double scale, double relative) {
     for (int i = 0; i < count && !factor; i++) {
         const struct Size *s = &sizes[i];
         if (s->kind == SIZE_RANKS && scale > 0.5 / s->size && scale < 1.5 / s->size)
-            say_also("one rank's share alone: the sum over ", s, " is missing or incomplete");
+            say_also("only one rank's share: the sum over ", s, " is missing or incomplete");
     }
     return text;
 }
@@ -74,7 +74,7 @@ const char *diagnose_loss(double loss, double expected) {
         if (near(loss - expected, log(s->size), LOSS_NOISE) && ranks)
             say_also("gathered logits: the softmax counts the vocabulary once for each of ", s, "");
         if (near(expected - loss, log(s->size), LOSS_NOISE) && ranks)
-            say_also("the softmax sums one part of the vocabulary alone, of ", s, "");
+            say_also("the softmax sums only one part of the vocabulary, of ", s, "");
     }
     return text;
 }

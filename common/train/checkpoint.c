@@ -361,7 +361,7 @@ static void check_same_text(const char *path, const SafeTensors *file, const cha
 // The caller closes the file and frees *path.
 static SafeTensors open_optimizer(const char *dir, char **path) {
     *path = path_in(dir, optimizer_name);
-    CHECK(access(*path, F_OK) == 0, "%s has no %s to resume from; --init takes its weights alone", dir,
+    CHECK(access(*path, F_OK) == 0, "%s has no %s to resume from; --init takes only its weights", dir,
           optimizer_name);
     return safetensors_open(*path);
 }

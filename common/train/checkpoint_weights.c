@@ -67,7 +67,7 @@ WeightFiles weights_open(const char *dir) {
     w.name = format_text("%s/model.safetensors%s", dir, parts ? ".index.json" : "");
     CHECK(parts || is_there(dir, "model.safetensors") ||
               !(is_there(dir, "pytorch_model.bin") || is_there(dir, "pytorch_model.bin.index.json")),
-          "%s has its weights as pytorch_model.bin alone, which is Python's own format; write them as "
+          "%s has its weights only as pytorch_model.bin, which is Python's own format; write them as "
           "safetensors: python3 -c 'from transformers import AutoModelForCausalLM as M; "
           "M.from_pretrained(\"%s\").save_pretrained(\"%s\")'",
           dir, dir, dir);

@@ -310,7 +310,7 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     c.norm_eps = preset->norm_eps;
     config_check(&c);
     CHECK(!c.experts || (groups & CONFIG_EXPERTS) || !(groups & CONFIG_MODEL),
-          "--model %s has experts, and this program computes dense layers alone: take a program of "
+          "--model %s has experts, and this program has only dense layers: take a program of "
           "06_expert_parallel",
           c.model);
     if (groups & (CONFIG_CLOCK | CONFIG_CLUSTER)) clock_set_machine(machine_find(c.machine));

@@ -32,7 +32,7 @@ report $? "two runs print the same digits"
 refused 'ranks' ddp_naive --ranks 0x3
 refused 'bucket-mb' ddp_bucketed --bucket-mb 0
 for flag in eval-every sample temperature; do
-    refused "--$flag is read with --no-check alone" ddp_naive --$flag 5
+    refused "--$flag has an effect only with --no-check" ddp_naive --$flag 5
 done
 refused "--verbose shows each row of the proof, and --no-check leaves that out" ddp_naive --no-check --verbose
 passes "a dry run shows its rows" ddp_naive --dry-run --no-check --verbose

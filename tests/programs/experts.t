@@ -142,8 +142,8 @@ refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 w
     --moe deepseek --z-loss 0.001
 refused "a folder has no place for it" load_balance --save "$work/balanced"
 refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
-refused "--model mixtral-8x7b has experts, and this program computes dense layers alone" \
+refused "--model mixtral-8x7b has experts, and this program has only dense layers" \
     ../00_single_gpu/train --model mixtral-8x7b
-refused "tests/fixtures/mixtral_tied_bf16 has experts, and this program computes dense layers alone" \
+refused "tests/fixtures/mixtral_tied_bf16 has experts, and this program has only dense layers" \
     ../00_single_gpu/train --init tests/fixtures/mixtral_tied_bf16
 finish

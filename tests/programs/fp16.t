@@ -15,7 +15,7 @@ refuses "a later step overflows" \
     'gradients of step [2-8], which a proof compares, overflow f16: a smaller scale' \
     $program --scale-interval 1 --steps 8 --proof-only
 refused "--scale is where --loss-scale static or dynamic begins" $program --loss-scale none --scale 8
-refused "--scale-interval is read with --loss-scale dynamic alone" $program --loss-scale static \
+refused "--scale-interval has an effect only with --loss-scale dynamic" $program --loss-scale static \
     --scale-interval 8
 refused "--moments f16 is of AdamW" $program --moments f16 --optimizer sgd
 passes "3 ranks, tied, recomputed" $program --ranks 3 --tied --recompute full --proof-only

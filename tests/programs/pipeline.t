@@ -255,7 +255,7 @@ refused "--stage-layers 3,3,x,3: 4 numbers of layers are needed" one_f_one_b --s
 refused "--schedule dualpipe needs an even --pp" dualpipe --ranks 3
 refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" interleaved --ranks 9 \
     --chunks 64
-refused "--chunks is read with --schedule interleaved alone: add that, or leave out --chunks" one_f_one_b \
+refused "--chunks has an effect only with --schedule interleaved: add that, or leave out --chunks" one_f_one_b \
     --chunks 2
 refused "--schedule and --load are two schedules: one of them" one_f_one_b --schedule afab \
     --load "$work/wide.txt"

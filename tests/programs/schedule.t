@@ -143,10 +143,10 @@ refused 'and nothing else: leave out --hop' $program --schedule afab --dump --ho
 run "$build/$program" --schedule zb_auto --dump && cp "$out" "$work/order" &&
     run "$build/$program" --schedule zb_auto --dump --hop 3 && ! cmp -s "$out" "$work/order"
 report $? "zb_auto's order, which --dump prints, follows from the times"
-refused '--stages is read with --schedule alone' $program --stages 3
-refused '--chunks is read with --schedule interleaved alone' $program --schedule afab --chunks 3
-refused '--split is read with --schedule one_f_one_b alone' $program --schedule zb_v --split
-refused '--memory-limit is read with --schedule zb_auto alone' $program --schedule zb_v --memory-limit 3
+refused '--stages has an effect only with --schedule' $program --stages 3
+refused '--chunks has an effect only with --schedule interleaved' $program --schedule afab --chunks 3
+refused '--split has an effect only with --schedule one_f_one_b' $program --schedule zb_v --split
+refused '--memory-limit has an effect only with --schedule zb_auto' $program --schedule zb_v --memory-limit 3
 refused '--stages 2, 4' $program --schedule dualpipe --stages 3
 refused '--group must be at least --stages' $program --schedule interleaved --group 3
 refused '--svg /no/such/folder/x.svg cannot be written' $program --schedule afab \

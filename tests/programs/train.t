@@ -85,8 +85,8 @@ for program in "train $small --save $work/shared" "recompute --json $work/shared
         [ ! -e "$work/shared" ]
     report $? "several copies of a program for one device are refused: ${program%% *}"
 done
-refuses "a decay that SGD has not" 'weight-decay is read with --optimizer adamw alone' train --optimizer sgd --weight-decay 0.3
-refuses "a warm-up that SGD has not" 'warmup is read with --optimizer adamw alone' train --optimizer sgd --warmup 3
+refuses "a decay that SGD has not" 'weight-decay has an effect only with --optimizer adamw' train --optimizer sgd --weight-decay 0.3
+refuses "a warm-up that SGD has not" 'warmup has an effect only with --optimizer adamw' train --optimizer sgd --warmup 3
 refuses "a file that --json cannot write" 'json' train $small --json "$work/no/such/folder.json"
 
 finish

@@ -52,7 +52,7 @@ refused "--master is an option of bf16, $idle --dtype bf16" train_5d --master no
 passes "flags that leave a technique off" train_5d --dry-run --sp --experts 4 --aux-loss 0 \
     --attention stored --kernels library
 refused "--ep 2 shards experts: give --experts" train_5d --ep 2
-refused "--top-k is read with --experts alone" train_5d --dry-run --top-k 2
+refused "--top-k has an effect only with --experts" train_5d --dry-run --top-k 2
 refused "--fp8-tile 32: --fp8 none scales no tiles" train_5d --dry-run --fp8-tile 32
 refused "--documents 256 is no token of --vocab 256: the last one is 255" train_5d --dry-run --documents 256
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1

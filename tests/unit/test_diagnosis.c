@@ -44,7 +44,7 @@ static void a_gradient_that_is_off_by_a_factor_is_told_which(void **context) {
         {2, 1, "usually added twice"},
         {-1, 2, "usually a sign"},
         {0, 1, "usually never written"},
-        {0.25, 0.9, "usually one rank's share alone: the sum over the 4 ranks of dp"},
+        {0.25, 0.9, "usually only one rank's share: the sum over the 4 ranks of dp"},
         {0.25, 0.7, "usually one rank's share alone"},
         {1.1, 0.1, ""},
         {0.9, 0.5, ""},
