@@ -65,5 +65,6 @@ refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_expert
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \
     expert_parallel --tp 2
 refused "--micro-batch 2 x --seq 31 must be a multiple of it" expert_parallel --tp 4 --sp
-refused "--ep 3 does not divide the 4 ranks of --dp x --cp x --tp: --ep 1, 2 would fit" expert_parallel --tp 2 --sp --ep 3 --experts 6 --seq 24
+refused "--ep 3 does not divide the 4 ranks of --dp x --cp x --tp: --ep 1, 2 would fit" expert_parallel \
+    --tp 2 --sp --ep 3 --experts 6 --seq 24
 finish

@@ -25,8 +25,8 @@ passes "and goes on with ZeRO-3 on 2 ranks" zero3 --ranks 2 --resume "$work/save
 passes "2 nodes of 2, whose links are slow" hybrid_zero --ranks 4 --shard-ranks 2 --layers 1 --steps 1
 across() { awk '/^  ZeRO-3 over all/ { print $4 }' "$out"; }
 fast=$(across)
-passes "2 nodes of 2, whose links are slow: as typed" hybrid_zero --ranks 4 --shard-ranks 2 --layers 1 --steps 1 \
-    --network-efficiency 0.1
+passes "2 nodes of 2, whose links are slow: as typed" hybrid_zero --ranks 4 --shard-ranks 2 --layers 1 \
+    --steps 1 --network-efficiency 0.1
 awk "BEGIN { exit !($(across) > 5 * $fast) }"
 report $? "2 nodes of 2, whose links are slow: a step of Llama 3 8B takes longer, $(across) ms and not $fast"
 refused "--shard-ranks 4 does not divide the 6 ranks of --dp x --cp" hybrid_zero --ranks 6 --shard-ranks 4
