@@ -129,9 +129,9 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     double stages = (double)s.stages / p, ideal = (double)c.grad_acc * stages * (d.F + d.B + d.W);
     double run = makespan_of(t), own = clocked(&s, d), bytes = 2.0 * (double)(c.seq * c.hidden);
     double in_line = pipeline_makespan(trainer_context(t, &pipeline), d, bytes);
-    say("\n%s on %d ranks, %ld micro-batches of 4,096 tokens, a layer of Llama 3 8B a stage, on the model "
+    say("\n%s on %d rank%s, %ld micro-batch%s of 4,096 tokens, a layer of Llama 3 8B a stage, on the model "
         "clock of %s:\n",
-        s.name, p, c.grad_acc, config->machine);
+        s.name, p, plural(p), c.grad_acc, c.grad_acc == 1 ? "" : "es", config->machine);
     say("  F %.3f ms, B %.3f ms, W %.3f ms a stage, a message %.3f ms\n", 1e3 * d.F, 1e3 * d.B, 1e3 * d.W,
         1e3 * d.hop);
     say("  %-28s %10.3f ms\n", "without a bubble", 1e3 * ideal);

@@ -179,10 +179,10 @@ static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
 
 static void table_of(int p, int m, Durations d) {
     ScheduleWish wish = {.ranks = p, .micro_batches = m, .chunks = 2, .durations = d};
-    say("\np = %d ranks, m = %d micro-batches: work %g\n"
+    say("\np = %d rank%s, m = %d micro-batch%s: work %g\n"
         "%-18s %8s %7s %8s  %-7s %9s %9s %7s %8s  %s",
-        p, m, m * (d.F + d.B + d.W), "", "bubble", "", "period", "formula", "held to B", "held to W",
-        "weights", "messages", "queues");
+        p, plural(p), m, m == 1 ? "" : "es", m * (d.F + d.B + d.W), "", "bubble", "", "period", "formula",
+        "held to B", "held to W", "weights", "messages", "queues");
     for (int kind = 0; kind < SCHEDULE_KINDS; kind++) {
         table_row((ScheduleKind)kind, &wish);
         if (kind != ONE_F_ONE_B) continue;

@@ -153,7 +153,8 @@ void expert_tables(Mesh mesh, const Config *config) {
     record_free(&routed);
     mixtral_block(mesh, config);
     if (config->dtype != F64) return;
-    say("\nThe same where all logits are equal, and every token takes the first %ld experts:\n", c.top_k);
+    say("\nThe same where all logits are equal, and every token takes the first %ld expert%s:\n", c.top_k,
+        plural(c.top_k));
     Record all = experts_trained(&c, mesh, expert_layouts(), true);
     Record baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
     bool quiet = report_quiet(!config->verbose);

@@ -46,8 +46,8 @@ static void show_steps(Mesh mesh, const Config *config) {
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
     if (mesh.world.rank == 0) {  // the others wait in the next step
         Record one = program_record(&whole, mesh_single(), five_d_one_device(), false, false, "one device");
-        say("\n%ld step%s of %s        %d ranks     one device", c.steps, plural(c.steps),
-            c.data ? c.data : "this book", mesh.world.size);
+        say("\n%ld step%s of %s        %d rank%-5s one device", c.steps, plural(c.steps),
+            c.data ? c.data : "this book", mesh.world.size, plural(mesh.world.size));
         for (int i = 0; i < SHOWN; i++) {
             int64_t step = i * (c.steps - 1) / (SHOWN - 1);
             say("  loss of step %-5lld %20.12f %14.12f", (long long)step + 1, run.loss[step],
@@ -79,8 +79,9 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 static const Option shown_option = {
-    "shown", OPTION_INT, NULL, "200", 0, 1e6, "steps",
-    "steps on real text, shown beside those of one device; 0: none", false};
+    "shown", OPTION_INT, NULL,    "200",
+    0,       1e6,        "steps", "steps on real text, shown beside those of one device; 0: none",
+    false};
 
 int main(int argc, char **argv) {
     const Program program = {
