@@ -79,7 +79,8 @@ exactly "1f1b, p 2, m 2, documents without context parallelism" one_f_one_b --ra
 exactly "1f1b, p 2, m 8, as many layers as stages" one_f_one_b --ranks 2 --layers 2 --steps 3
 exactly "1f1b, p 3, m 2" one_f_one_b --ranks 3 --grad-acc 2 $quick
 if wanted "one micro-batch is called so"; then
-    run "$build/one_f_one_b" --grad-acc 1 --steps 1 && grep -q ' on 4 ranks, 1 micro-batch of 4,096 tokens' "$out"
+    run "$build/one_f_one_b" --grad-acc 1 --steps 1 &&
+        grep -q ' on 4 ranks, 1 micro-batch of 4,096 tokens' "$out"
     report $? "one micro-batch is called so"
 fi
 exactly "1f1b, p 4, m 16" one_f_one_b --grad-acc 16 $quick
