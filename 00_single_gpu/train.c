@@ -256,6 +256,7 @@ void train_step(Trainer *t, Record *record) {
     const Config *c = &t->config;
     const Sockets *sockets = &t->model->sockets;
     fatal_context("step %lld", (long long)t->progress.step + 1);
+    report_step();
     char *mark = format_text("step %lld", (long long)t->progress.step + 1);
     clock_push(mark);
     free(mark);

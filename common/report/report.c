@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "comm/comm.h"
 #include "diagnosis.h"
@@ -28,6 +29,7 @@ static struct {
     char note[100];             // of report_note
     char doubt[200];            // of report_doubt
     const char *file_name;      // --json
+    bool stepped;               // report_step
     cJSON *json;
 } report;
 
@@ -97,10 +99,14 @@ static void put_verdict(const char *status, const char *reason, const char *evid
     put_number(verdict, "failures", report.failures);
 }
 
-// A run that breaks has no verdict: what it has found until then, and why it ended. The rank that says so
-// writes it, whichever that is: its checks are those that all ranks make.
+// A run that breaks has no verdict: the report has what was found until then, and why it ended. The rank that
+// prints the sentence writes it; all ranks make the same checks. Before the first step a run leaves an earlier
+// report alone: a mistyped flag must not cost it.
 static void write_ended(const char *sentence) {
+    struct stat earlier;
     if (!report.file_name) return;
+    if (!report.stepped && !report.json && stat(report.file_name, &earlier) == 0 && earlier.st_size > 0)
+        return;
     put_verdict("ENDED", sentence, report_evidence());
     write_json(report.file_name);
 }
@@ -111,6 +117,8 @@ void report_json(const char *file) {
     report.file_name = file;
     base_at_fatal(write_ended);
 }
+
+void report_step(void) { report.stepped = true; }
 
 void report_number(const char *group, const char *name, double value, const char *unit) {
     cJSON *numbers = json_child(json_child(json_root(), "numbers", false), group, false);

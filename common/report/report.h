@@ -93,8 +93,10 @@ void report_doubt(const char *format, ...) PRINTF_LIKE(1, 2);
 
 // --json: everything in the tables at full precision. Whether the file can be written is checked at once;
 // the functions above and these fill it, and report_verdict writes it. A run that ends by fatal() writes it
-// with status ENDED and the sentence. Numbers that are not finite become null.
+// with status ENDED and the sentence, but before its first step (report_step) it leaves an earlier report
+// alone. Numbers that are not finite become null.
 void report_json(const char *file);
+void report_step(void);  // a training step begins
 void report_number(const char *group, const char *name, double value, const char *unit);
 void report_series(const char *name, const double *values, int64_t count);
 void report_text(const char *name, const char *value);

@@ -22,7 +22,7 @@ passes "memory of ZeRO-3, which leaves out units in use" memory --model llama-3-
     --zero 3
 grep -q '(without the units in use, whose whole gradients and weights come on top)' "$out"
 report $? "and says that it leaves them out"
-refused "--temperature is the sample's, and --sample 0 writes none" train --sample 0 $small --steps 1 \
+refused "--temperature is for the sample, and --sample 0 writes none" train --sample 0 $small --steps 1 \
     --temperature 1
 refused "--sp shards rows over the ranks of --tp, and there is one" memory --sp
 refused "--zero 1 shards over the ranks of --dp, and there is one" memory --measure --zero 1

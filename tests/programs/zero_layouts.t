@@ -38,7 +38,8 @@ refused "gather is not one of zero2's flags" zero2 --gather step
 refused "tp is not one of zero2's flags" zero2 --ranks 4 --tp 2
 refused 'ranks 3 would fit' zero1 --ranks 4 --dp 3
 refused 'gather later is not one of forward|step|after-step' zero1 --gather later
-# When a loss is NaN, there is no whole weight to look at.
+# When a loss is NaN, there is no whole weight to look at. An earlier report is no longer true.
+echo '{}' >"$work/j.json"
 refuses "a loss that is not finite names the first bad tensor" \
     'loss of micro-batch 0 is .*; the first bad tensor is' zero3 --ranks 3 --dtype f16 --lr 1000 --clip 0 \
     --steps 9 --json "$work/j.json" --trace "$work/t.json"
