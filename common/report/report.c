@@ -99,9 +99,9 @@ static void put_verdict(const char *status, const char *reason, const char *evid
     put_number(verdict, "failures", report.failures);
 }
 
-// A run that breaks has no verdict: the report has what was found until then, and why it ended. The rank that
-// prints the sentence writes it; all ranks make the same checks. Before the first step a run leaves an earlier
-// report alone: a mistyped flag must not cost it.
+// A run that breaks has no verdict: the report has what was found until then, and why it ended. The rank
+// that prints the sentence writes it; all ranks make the same checks. Before its first step a run leaves an
+// earlier report alone: a mistyped flag must not cost it.
 static void write_ended(const char *sentence) {
     struct stat earlier;
     if (!report.file_name) return;
