@@ -212,7 +212,7 @@ my @advice = (
     [qr/scaled twice/, 'scale', 'loss_scale has the division already: leave yours out.'],
     [qr/summed twice|summed, and not averaged/, 'scale',
         'A sum that every rank has is summed again: leave each rank an N-th of it before, or sum once.'],
-    [qr/one rank's share alone/, 'share',
+    [qr/only one rank's share/, 'share',
         'Is the sum over ranks made for this tensor, over the right group, and waited for?'],
     [qr/never written|cleared before/, 'scale',
         'Nothing adds to this gradient: is it called for each unit, and does it write where sums stand?'],

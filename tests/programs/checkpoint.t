@@ -187,7 +187,7 @@ report $? "a write that fails on one rank alone: its sentence, and nothing is le
 
 refuses "a folder without a checkpoint" "$work holds no checkpoint" train --resume "$work" $to20
 refuses "a folder that is not there" 'no/such/folder' train --resume "$work/no/such/folder" $to20
-refuses "weights alone cannot be resumed" 'init takes its weights alone' train \
+refuses "weights alone cannot be resumed" 'init takes only its weights' train \
     --resume tests/fixtures/llama_untied_f32 $to20 \
     --data "$work/tokens.bin"
 refuses "a run that has ended" 'already has 20 steps' train --resume "$work/ours/deeper" $to20

@@ -34,7 +34,7 @@ refused 'bucket-mb' ddp_bucketed --bucket-mb 0
 for flag in eval-every sample temperature; do
     refused "--$flag has an effect only with --no-check" ddp_naive --$flag 5
 done
-refused "--verbose shows each row of the proof, and --no-check leaves that out" ddp_naive --no-check --verbose
+refused "--verbose shows each row of the proof, and --no-check skips the proof" ddp_naive --no-check --verbose
 passes "a dry run shows its rows" ddp_naive --dry-run --no-check --verbose
 refused "is not one of ddp_naive's flags" ddp_naive --ranks 2 --tp 2
 finish

@@ -297,7 +297,7 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
     char *path = format_text("%s/out/step-000001/optimizer.safetensors", folder);
     assert_int_equal(unlink(path), 0);
     free(path);
-    expect_refusal(load_optimizer, &(Load){&run, "out"}, "--init takes its weights alone");
+    expect_refusal(load_optimizer, &(Load){&run, "out"}, "--init takes only its weights");
     run_free(&run);
 }
 

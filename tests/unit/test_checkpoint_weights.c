@@ -186,7 +186,7 @@ static void weights_in_pythons_format_are_named(void **state) {
     expect_refusal(load_weights, &(Load){&run, "bin"}, "model.safetensors: No such file");
     write_text("bin/step-000000/pytorch_model.bin", "", 0);
     expect_refusal(load_weights, &(Load){&run, "bin"},
-                   "pytorch_model.bin alone, which is Python's own format; write");
+                   "only as pytorch_model.bin, which is Python's own format; write");
     run_free(&run);
 }
 
