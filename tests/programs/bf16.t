@@ -63,9 +63,15 @@ same_weights() {  # NAME FLAGS FLAGS…: each a layout
     done
     report $bad "$name"
 }
-flat="--pp 1 --tp 1 --grad-acc 3 --ranks 3"
+# With several micro-batches ZeRO-2 and -3 sum over ranks before they sum over micro-batches.
+flat="--pp 1 --tp 1 --ranks 3 --grad-acc 1"
 same_weights "gradients in f32: ZeRO-1, -2 and -3 make the weights of data parallelism" \
     "$flat --zero 0" "$flat --zero 1" "$flat --zero 2" "$flat --zero 3"
+flat="--pp 1 --tp 1 --ranks 3 --grad-acc 3"
+same_weights "gradients in f32, accumulated: ZeRO-1 makes the weights of data parallelism" \
+    "$flat --zero 0" "$flat --zero 1"
+same_weights "gradients in f32, accumulated: ZeRO-3 makes the weights of ZeRO-2" \
+    "$flat --zero 2" "$flat --zero 3"
 deep="--pp 2 --tp 1 --grad-acc 4"
 same_weights "gradients in f32: stages make the weights of one device" \
     "--ranks 1 --pp 1 --tp 1 --grad-acc 4" "$deep --ranks 2" "$deep --ranks 2 --schedule zb_h1"
