@@ -33,7 +33,7 @@ typedef struct Fp8Recipe {
     DType master, add, moment, second;
     DType gradient;   // of one micro-batch, as it is stored
     double playbook;  // bytes per parameter in the playbook's table; 0: no row
-    bool trains;      // to within 1.5% of bf16's loss on the small model
+    bool trains;      // to within 1.5% of bf16's loss on the small model; else it ends above all that do
 } Fp8Recipe;
 
 // Of --fp8, by number; fp8_recipes has no entry for NO_FP8, and begins with TE_DELAYED.

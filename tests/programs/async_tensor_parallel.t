@@ -1,5 +1,5 @@
 #!/bin/bash
-# async_tensor_parallel.t: rows in flight while others are multiplied make the step of one device, and a
+# async_tensor_parallel.t: rows in flight while others are multiplied reproduce the single-device step, and a
 # shorter one on the model clock. TAP.
 # needs: build/03_tensor_parallel/async_tensor_parallel
 . "$(dirname "$0")/tap.sh"

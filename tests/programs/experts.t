@@ -51,7 +51,7 @@ if wanted "parameters of DeepSeek-V3's experts"; then
 fi
 
 # ---- over ranks ----
-verdict='ranks that share the experts'
+verdict='ranks that shard the experts'
 for ranks in 1 2 4 6 8; do
     passes "ep $ranks of $ranks ranks" expert_parallel --ranks $ranks --ep $ranks --experts 24 $one
 done
@@ -82,7 +82,7 @@ passes "ep 2, f32" expert_parallel --dtype f32 $quick
 
 # ---- balance: the loss on each sequence is the same on any number of ranks. Its effect on a router is
 # trained only once: the flags of the run that is compared with one device do not change it ----
-verdict='balanced over ranks'
+verdict='experts are balanced over ranks'
 passes "balance, 4 ranks, SGD over 3 steps" load_balance
 passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 \
     --z-loss 0 --balance-bias 0 --grad-acc 1 --proof-only $quick

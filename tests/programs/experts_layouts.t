@@ -6,7 +6,7 @@
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/06_expert_parallel
-verdict='ranks that share the experts'
+verdict='ranks that shard the experts'
 
 # All dimensions differ; 2 x cp and tp divide --seq.
 layout() {
