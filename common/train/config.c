@@ -487,8 +487,9 @@ const char *config_more(const Config *c, const char *flag) {
     static char text[64];
     int64_t ranks = c->dp * c->pp * c->cp * c->tp, degree = 2;
     // What an axis shards must be there: heads, tokens, layers.
-    int64_t most = !strcmp(flag, "--tp") ? c->heads : !strcmp(flag, "--cp") ? c->seq : c->layers;
-    while (degree <= c->dp && (c->dp % degree || degree > most || (most == c->heads && most % degree)))
+    const bool by_heads = !strcmp(flag, "--tp");
+    const int64_t most = by_heads ? c->heads : !strcmp(flag, "--cp") ? c->seq : c->layers;
+    while (degree <= c->dp && (c->dp % degree || degree > most || (by_heads && c->heads % degree)))
         degree++;
     if (degree <= c->dp) snprintf(text, sizeof text, "%s %ld", flag, degree);
     else snprintf(text, sizeof text, "--ranks %ld %s 2", 2 * ranks, flag);
