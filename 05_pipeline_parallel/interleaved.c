@@ -1,4 +1,4 @@
-// interleaved.c: each rank has v stages instead of one, every p-th of p v. Playbook: "Interleaving stages".
+// interleaved.c: each rank has v stages, every p-th of the p v stages. Playbook: "Interleaving stages".
 //
 // Against one_f_one_b.c: stage k is on rank k mod p. So a micro-batch goes round the ranks v times, and a
 // pass takes a v-th of the time, as does filling and draining the pipeline. A rank's v stages, its chunks,
@@ -15,8 +15,8 @@
 //     rank 2  |....F0F1F2F3f0f1f2..d0--f3d1--..d2--..d3--D0--D1--D2--D3--........
 //     rank 3  |......F0F1F2F3f0d0--f1d1--f2d2--f3d3--D0--D1--D2--D3--............
 //
-// Bubble: (p - 1) (F + B + W) / v if group divides m, at the price of v times the messages. Held on rank r,
-// in micro-batches of v stages: min(m, (a + 1) / v).
+// Bubble: (p - 1) (F + B + W) / v if group divides m. Messages sent: 2 m v by middle ranks, v times 1F1B's;
+// m (2 v - 1) by the first and the last. Held on rank r, in micro-batches of v stages: min(m, (a + 1) / v).
 // Run: build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
 #include "schedule.h"
 
@@ -26,11 +26,12 @@ static void turn(int k, int v, int group, int *chunk, int *micro_batch) {
     *chunk = k / group % v;
 }
 
-// The first micro-batch of a group is back at rank 0 after p forwards, so a group must have p micro-batches
-// or more. If group does not divide m and the last group is planned shorter, ranks wait for forwards that
-// others have after backwards: with v = 2, p = 8 deadlocks at m = 10 … 13, however many messages may be in
-// flight, and p = 4 has a bubble of 100 at m = 9, for F = 10, B = 12, W = 8. So the last group is planned
-// whole, and micro-batches that do not exist are left out: every m runs, and that bubble is 75.
+// The first micro-batch of a group is back at rank 0 after p forwards. So a group must have at least p
+// micro-batches: with fewer, rank 0 waits in every turn, or even deadlocks. If group does not divide m and
+// the last group is planned shorter, ranks wait for forwards that others have after backwards: with v = 2,
+// p = 8 deadlocks at m = 10 … 13, however many messages may be in flight, and p = 4 has a bubble of 100 at
+// m = 9, for F = 10, B = 12, W = 8. So the last group is planned whole, and micro-batches that do not exist
+// are left out: every m runs, and that bubble is 75.
 Schedule schedule_interleaved(int p, int m, int v, int group) {
     Schedule s = schedule_new("interleaved", p, m, v * p, 1);
     int turns = (m + group - 1) / group * group * v;

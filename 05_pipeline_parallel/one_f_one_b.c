@@ -1,4 +1,4 @@
-// one_f_one_b.c: one forward, one backward: a backward as soon as there is one. Playbook:
+// one_f_one_b.c: one forward, one backward: each backward runs as early as it can. Playbook:
 // "One-forward-one-backward and LLama 3.1 schemes".
 //
 // Against afab.c: on rank r forwards run a = p - 1 - r micro-batches ahead of backwards, one for each rank

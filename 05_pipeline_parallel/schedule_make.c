@@ -7,9 +7,8 @@ const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish) {
         return "dualpipe needs an even number of ranks, as each has a mirror: --stages 2, 4, … "
                "(dualpipe_v takes any)";
     if (kind == INTERLEAVED && wish->group && wish->group < wish->ranks)
-        return "a group is back at rank 0 before its turn is over if it is shorter than the pipeline: "
-               "--group must be "
-               "at least --stages";
+        return "--group must be at least --stages: with a shorter group, rank 0 would wait in every turn for "
+               "the group's first micro-batch to return from the last rank";
     if (kind == INTERLEAVED && wish->ranks * wish->chunks > STAGES_MOST)
         return "--stages times --chunks is more stages than can be planned: at most 512";
     return NULL;

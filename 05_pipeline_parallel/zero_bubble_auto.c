@@ -1,5 +1,5 @@
-// zero_bubble_auto.c: a schedule made for given times of F, B, W and a hop, by greedy choices. Playbook:
-// "Zero Bubble and DualPipe"; Qi, Wan, Huang, Lin 2023, section 3.
+// zero_bubble_auto.c: a greedy scheduler for given times of F, B, W and a hop. Playbook: "Zero Bubble and
+// DualPipe"; Qi, Wan, Huang, Lin 2023, section 3.
 //
 // ZB-H1 and ZB-H2 are made for F = B = W, no hop, and two sizes of memory. Here the ranks are simulated on a
 // clock, and a rank that is free chooses its next pass by the inputs that have arrived:

@@ -1,6 +1,6 @@
-// zero_bubble_v.c: ZB-V: two stages a rank, in a V, the end of the model beside its start. Playbook: "Zero
-// Bubble and DualPipe"; Qi, Wan, Huang, Lin 2023 (arXiv 2401.10241); Qi, Wan, Amar, Lin 2024, "Pipeline
-// Parallelism with Controllable Memory", whose V-ZB is of this kind.
+// zero_bubble_v.c: ZB-V: two stages per rank, placed in a V: rank 0 has the first and the last. Playbook:
+// "Zero Bubble and DualPipe"; Qi, Wan, Huang, Lin 2023 (arXiv 2401.10241); Qi, Wan, Amar, Lin 2024,
+// "Pipeline Parallelism with Controllable Memory", whose V-ZB is of this kind.
 //
 // Against zero_bubble.c: rank r has stages r (its "down" chunk) and 2p - 1 - r ("up"). A micro-batch goes
 // down the ranks, turns on the last one without a message, and comes back up to rank 0, which computes

@@ -59,7 +59,8 @@ static void all_generators_are_sound_for_every_size(void **context) {
 
 static void check_costs(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s) {
     double weights = 0;
-    int activations = 0, gradients = 0, hops = 0;
+    int activations = 0, gradients = 0, hops = 0, per_rank = s->stages / s->ranks;
+    bool straight = kind != ZB_V && kind != DUALPIPE && kind != DUALPIPE_V;
     for (int r = 0; r < s->ranks; r++) {
         RankCosts costs = schedule_costs(s, r);
         activations += costs.activations;
@@ -71,6 +72,11 @@ static void check_costs(ScheduleKind kind, const ScheduleWish *wish, const Sched
                      wish->ranks, wish->micro_batches, wish->chunks, r, costs.held_to_b, costs.held_to_w,
                      held.to_b, held.to_w);
         assert_true(costs.held_to_b <= costs.held_to_w);
+        if (!straight || s->ranks == 1) continue;
+        // Each of a rank's stages sends every micro-batch on, except the model's last in forward and its first
+        // in backward.
+        assert_int_equal(costs.activations, s->micro_batches * (per_rank - (r == s->ranks - 1)));
+        assert_int_equal(costs.gradients, s->micro_batches * (per_rank - (r == 0)));
     }
     for (int i = 0; i < s->micro_batches; i++)
         for (int k = 1; k < s->stages; k++) {
