@@ -130,8 +130,10 @@ void op_swiglu_backward(Tensor dgate, Tensor dup, Tensor dact, Tensor gate, Tens
 void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor targets);
 // dlogits = scale * (softmax - onehot), 0 in ignored rows; may alias logits.
 void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale);
-// How much f16 loses in dlogits, since the program began: sets *all to the number of elements that were not
-// zero before rounding to f16, and returns how many of them were rounded to zero. Waits for the device.
+// What f16 has lost in dlogits since the program began, in all calls on this process of this backward and of
+// op_cross_entropy_part_backward with f16 logits: sets *all to the number of elements that were not zero
+// before rounding to f16, and returns how many of them became zero. Nothing that backward computes after
+// dlogits is counted. Waits for the device.
 double op_underflows(double *all);
 
 // ---- the same over a part of the vocabulary: the rows of the table, and the columns of the logits, that
