@@ -1,4 +1,4 @@
-// grad_accumulation.c: one step's batch in micro-batches. Playbook: "Gradient accumulation".
+// grad_accumulation.c: one step's batch, split into micro-batches. Playbook: "Gradient accumulation".
 //
 // Instead of one forward and backward over the whole batch, the same samples run in grad_acc micro-batches
 // of micro_batch samples, and their gradients add up before the one optimizer step:

@@ -4,7 +4,7 @@
 
 #include "00_single_gpu/harness.h"
 
-// ---- ring_all_reduce.c: all-reduce from sends to a neighbour only ----
+// ---- ring_all_reduce.c: all-reduce built from sends to a neighbour ----
 // All are in place and blocking; t has the same shape on all members. Chunks have count / n elements, the
 // first count % n of them one more. Chunk i is summed from member i + 1 round to member i, rounded to t's
 // dtype at each addition; every member gets the same bits.

@@ -1,4 +1,4 @@
-// ddp_naive.c: data parallelism, gradients summed after backward. Playbook: "Data Parallelism".
+// ddp_naive.c: data parallelism: gradients are summed after backward. Playbook: "Data Parallelism".
 //
 // Changes from 00_single_gpu: each of N ranks holds the whole model and takes 1/N of the batch. After
 // backward the gradients are summed over the ranks, so that all take the same step. (With gradient

@@ -1,4 +1,4 @@
-// ring_all_reduce.c: all-reduce from sends to a neighbour. Playbook: "A quick focus on Ring AllReduce".
+// ring_all_reduce.c: all-reduce built from sends to a neighbour. Playbook: "A quick focus on Ring AllReduce".
 //
 // One algorithm for comm_all_reduce, which ddp_*.c call as a black box, built only from sends. N ranks form
 // a ring and split a tensor of K bytes into N chunks. In each step rank r sends a chunk to rank r + 1 and

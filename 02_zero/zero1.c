@@ -1,5 +1,5 @@
-// zero1.c: each rank keeps the optimizer state of its own part alone. Playbook: "ZeRO-1: Partitioning
-// Optimizer States"; Rajbhandari et al. 2020.
+// zero1.c: the optimizer state is sharded: each rank keeps only its own part. Playbook: "ZeRO-1:
+// Partitioning Optimizer States"; Rajbhandari et al. 2020.
 //
 // Changes from ddp_bucketed.c: the all-reduce is split into a reduce-scatter and an all-gather. The
 // optimizer step now runs between the two, and weights are gathered instead of gradients:

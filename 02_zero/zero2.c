@@ -1,5 +1,5 @@
-// zero2.c: each rank keeps the gradients of its own part alone, too. Playbook: "ZeRO-2: Adding Gradient
-// Partitioning".
+// zero2.c: gradients are also sharded: each rank keeps only its own part. Playbook: "ZeRO-2: Adding
+// Gradient Partitioning".
 //
 // Changes from zero1.c: a unit's whole gradient exists only from the start of its backward until its
 // reduce-scatter has ended; then only the sum of the rank's own part is kept:

@@ -1,4 +1,4 @@
-// zero3.c: each rank keeps the weights of its own part alone, too (FSDP). Playbook: "ZeRO-3: Adding
+// zero3.c: weights are also sharded: each rank keeps only its own part (FSDP). Playbook: "ZeRO-3: Adding
 // Parameter Partitioning".
 //
 // Changes from zero2.c: nothing is gathered after the step. A unit's weights are gathered before their use

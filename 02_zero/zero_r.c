@@ -1,5 +1,5 @@
-// zero_r.c: what else fills memory: copies of checkpoints, buffers that grow, holes. Playbook: "A3: ZeRO-R"
-// in its table of contents, missing from its text; Rajbhandari et al. 2020, sections 6 and 8.
+// zero_r.c: what else fills memory: replicated checkpoints, growing buffers, fragmentation. Playbook: "A3:
+// ZeRO-R" in its table of contents, missing from its text; Rajbhandari et al. 2020, sections 6 and 8.
 //
 // Three measures besides the stages of ZeRO, each against memory that the stages leave:
 //

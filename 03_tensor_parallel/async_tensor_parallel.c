@@ -1,6 +1,6 @@
-// async_tensor_parallel.c: rows are in flight while others are multiplied. Playbook: "Tensor Parallelism in
-// a Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async
-// TP.
+// async_tensor_parallel.c: some rows are in flight while others are multiplied. Playbook: "Tensor
+// Parallelism in a Transformer Block" ("block matrix multiplication coupled with async communication");
+// PyTorch's async TP.
 //
 // Against sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that enter
 // are multiplied as they arrive, the rank's own first; rows that leave are sent as they are computed, its own

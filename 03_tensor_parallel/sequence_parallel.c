@@ -1,4 +1,4 @@
-// sequence_parallel.c: norms and residuals sharded over ranks, too. Playbook: "Sequence Parallelism".
+// sequence_parallel.c: norms and residuals are also sharded over ranks. Playbook: "Sequence Parallelism".
 //
 // Against tensor_parallel.c: between regions each of N ranks has only its own tokens, an N-th of the b s rows
 // of (b s, h), and embeds, normalizes and adds only those (Korthikanti et al. 2022):

@@ -9,7 +9,7 @@
 extern const Technique tensor_parallel;    // f, f*: x (n, h) on every rank; without --sp
 extern const Technique sequence_parallel;  // g, g*: x (rows of this rank, h); with --sp
 extern const Technique vocab_parallel;     // embedding, output layer and loss, with --vocab-parallel
-// After sequence_parallel, with --async-tp: rows are in flight while others are multiplied.
+// After sequence_parallel, with --async-tp: some rows are in flight while others are multiplied.
 extern const Technique async_tensor_parallel;
 
 // What the programs of this chapter list: data parallelism and ZeRO's stages, the above, recomputation.

@@ -1,5 +1,5 @@
-// ulysses.c: from a part of the tokens to a part of the heads, and back. Jacobs et al. 2023 (DeepSpeed
-// Ulysses); not in the playbook.
+// ulysses.c: all-to-alls turn a shard of the tokens into a shard of the heads, and back. Jacobs et al. 2023
+// (DeepSpeed Ulysses); not in the playbook.
 //
 // Against ring_attention.c: attention processes heads one by one. An all-to-all turns all heads of a rank's
 // tokens into all tokens of a rank's heads, on which attention is as on one device; another turns o back:

@@ -1,5 +1,5 @@
-// zigzag_ring_attention.c: the ring on balanced chunks. Playbook: "Zig-Zag Ring Attention – A Balanced
-// Compute Implementation".
+// zigzag_ring_attention.c: ring attention with balanced chunks. Playbook: "Zig-Zag Ring Attention – A
+// Balanced Compute Implementation".
 //
 // Against ring_attention.c: only the layout of tokens differs. Of 2 N chunks rank r has an early one, r, and
 // a late one, 2 N - 1 - r. The less the early one has to compute, the more the late one has:

@@ -1,5 +1,5 @@
-// expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism";
-// GShard (Lepikhin et al. 2020).
+// expert_parallel.c: experts are on different ranks; tokens are sent to them and back. Playbook: "Expert
+// parallelism"; GShard (Lepikhin et al. 2020).
 //
 // Against moe.c: each of the ep ranks holds e / ep of the experts. These ranks are neighbours in
 // dp x cp x tp (--tp with --sp): each has its own tokens, and routes them itself. Its rows are sorted by

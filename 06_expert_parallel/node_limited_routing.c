@@ -1,5 +1,5 @@
-// node_limited_routing.c: each token goes to few nodes, and crosses to each of them once. Playbook:
-// "Expert parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
+// node_limited_routing.c: each token goes to few nodes, and is sent to each of them once. Playbook: "Expert
+// parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
 //
 // Against expert_parallel.c, where a token crosses the network once for each of its experts in another node:
 // the ep ranks are N nodes of K. The router keeps a token's M best nodes, by the two best experts of each,

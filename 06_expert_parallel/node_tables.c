@@ -1,5 +1,5 @@
-// node_tables.c: what two hops send across nodes and inside, beside plain dispatch. Playbook: "Expert
-// parallelism"; DeepSeek-V3 (2024), section 3.2.2.
+// node_tables.c: what two hops send across and inside nodes, compared with plain dispatch. Playbook:
+// "Expert parallelism"; DeepSeek-V3 (2024), section 3.2.2.
 //
 // The same step is run with expert_parallel.c and with node_limited_routing.c, and comm counts the bytes of
 // their all-to-alls that leave a node. By the routing tables, summed over all ranks, these are:

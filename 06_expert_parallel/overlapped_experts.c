@@ -1,4 +1,4 @@
-// overlapped_experts.c: two micro-batches in flight, one computes while the other's tokens are sent.
+// overlapped_experts.c: two micro-batches in flight: one computes while the other's tokens are sent.
 // Playbook: "Expert parallelism", "Zero Bubble and DualPipe"; DeepSeek-V3 (2024), section 3.2.1.
 //
 // Against expert_parallel.c, where a rank is idle during every all-to-all: the passes of two micro-batches

@@ -1,5 +1,5 @@
-// divergence.cu: lanes of a warp that go different ways wait for one another. Playbook: "Minimizing Control
-// Divergence".
+// divergence.cu: lanes of a warp that take different branches wait for one another. Playbook: "Minimizing
+// Control Divergence".
 //
 // A warp issues one instruction at a time for all of its 32 lanes. Where lanes disagree at a branch, the
 // warp takes both sides, one after the other, each with the lanes that chose it active:

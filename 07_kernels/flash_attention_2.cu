@@ -1,5 +1,5 @@
-// flash_attention_2.cu: the loops of flash_attention_1.cu turned inside out, forward. Playbook: "Flash
-// Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 1.
+// flash_attention_2.cu: the forward pass of flash_attention_1.cu with its two loops exchanged. Playbook:
+// "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 1.
 //
 // In the first version a block holds a tile of keys and loops over queries: O is normalised and stored after
 // each tile of keys, and loaded again for the next. Here a block holds tiles of queries and loops over keys:

@@ -1,5 +1,5 @@
-// flash_attention_3.cu: FlashAttention-3, forward, in bf16 and fp16 with f32 sums, by TMA and wgmma (H100).
-// Playbook: "Flash Attention 1-3"; Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.
+// flash_attention_3.cu: FlashAttention-3, forward, in bf16 and fp16 with f32 sums, using TMA and wgmma
+// (H100). Playbook: "Flash Attention 1-3"; Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.
 //
 // Against flash_attention_2_tensor.cu: the same bytes, products and softmax, but overlapped. A block has
 // three warpgroups. The producer, one thread of a warpgroup that gives its registers to the others, requests

@@ -1,6 +1,6 @@
-// fused_cross_entropy.cu: the loss of a large vocabulary from one pass over the logits, and its gradient in
-// their place. Playbook: "Fused Kernels"; the running sum is Milakov and Gimelshein's, "Online normalizer
-// calculation for softmax", 2018, and FlashAttention's.
+// fused_cross_entropy.cu: the loss over a large vocabulary in one pass over the logits, and its gradient,
+// which overwrites them. Playbook: "Fused Kernels"; the running sum is Milakov and Gimelshein's, "Online
+// normalizer calculation for softmax", 2018, and FlashAttention's.
 //
 //     loss = lse - x[target]        lse = m + log(sum(e^(x - m))), m = max(x), of a row of v logits
 //     dx   = scale (e^(x - lse) - [target])

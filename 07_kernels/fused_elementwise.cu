@@ -1,5 +1,5 @@
-// fused_elementwise.cu: one kernel in place of five, and none of what lies between them in memory.
-// Playbook: "Fused Kernels", and the ELU of "How to improve performance with Kernels ?".
+// fused_elementwise.cu: one kernel in place of five, and no intermediate result in memory. Playbook: "Fused
+// Kernels", and the ELU of "How to improve performance with Kernels ?".
 //
 //     ELU(x) = x where x >= 0, and alpha (e^x - 1) where x < 0
 //

@@ -1,4 +1,5 @@
-// fused_norm.cu: the residual addition and RMSNorm as one kernel, both ways. Playbook: "Fused Kernels".
+// fused_norm.cu: the residual addition and RMSNorm as one kernel, forward and backward. Playbook: "Fused
+// Kernels".
 //
 //     forward      x' = x + r                      the stream of residuals, which goes on
 //                  y  = x' rstd w                  rstd = 1 / sqrt(mean(x'^2) + eps), one a row, is kept

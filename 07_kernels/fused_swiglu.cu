@@ -1,5 +1,4 @@
-// fused_swiglu.cu: the activation of the feed-forward part as one kernel, both ways. Playbook: "Fused
-// Kernels".
+// fused_swiglu.cu: the MLP's activation as one kernel, forward and backward. Playbook: "Fused Kernels".
 //
 //     forward      y = silu(g) u                        silu(g) = g s,  s = 1 / (1 + e^-g)
 //     backward     dg = dy u s (1 + g (1 - s))

@@ -1,4 +1,4 @@
-// hopper.cu: a matrix multiply by the instructions of an H100, in bf16 and fp16 with f32 sums. Playbook:
+// hopper.cu: a matrix multiply with the instructions of an H100, in bf16 and fp16 with f32 sums. Playbook:
 // "Diving in the GPUs"; the instructions are those of cuda/instructions_hopper.h.
 //
 // Against tensor_cores.cu: threads neither copy nor load fragments. One thread requests a whole tile (TMA),

@@ -1,4 +1,4 @@
-// tiling.cu: a block shares what its threads read. Playbook: "Tiling".
+// tiling.cu: the threads of a block share what they read from memory. Playbook: "Tiling".
 //
 // C = A B, with a thread for each element of C. Without tiles each thread loads a row of A and a column of B
 // by itself. With tiles a block of T x T threads loads a T x T piece of A and one of B into shared memory,

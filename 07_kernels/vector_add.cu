@@ -1,4 +1,4 @@
-// vector_add.cu: the first kernel: c = a + b, host code and all. Playbook: "A primer on GPU".
+// vector_add.cu: the first kernel, c = a + b, with its host code. Playbook: "A primer on GPU".
 //
 // The host allocates device memory, copies a and b there, launches a grid of blocks, and copies c back. Each
 // thread adds one element, and computes which one from its place in the grid:

@@ -1,5 +1,5 @@
-// find_config_agree.c: layouts as find_config prices them, beside dry runs of the same layouts on as many
-// ranks. Playbook: "Finding the Best Training Configuration".
+// find_config_agree.c: layouts as find_config prices them, compared with dry runs of the same layouts on
+// all their ranks. Playbook: "Finding the Best Training Configuration".
 //
 // The dry run has a process for each rank, and clock times that travel with the messages; the search has one
 // process that stands for all. States and kept activations of rank 0 must be equal to the byte, its peak

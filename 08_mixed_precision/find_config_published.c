@@ -1,5 +1,5 @@
-// find_config_published.c: predicted beside published times, and the errors of the cost model. Playbook:
-// "Benchmarking thousands of configurations".
+// find_config_published.c: predicted times compared with published ones, and the errors of the cost model.
+// Playbook: "Benchmarking thousands of configurations".
 //
 // There are three columns of errors: with factors fitted to all runs; with factors fitted to all series but
 // the run's own, which shows what a prediction is worth; and with a constant share of the peak for each kind

@@ -1,4 +1,4 @@
-// fp8.c: training in 8 bits, by six recipes. Playbook: "FP8 pretraining"; Micikevicius et al. 2022, Peng
+// fp8.c: training in 8 bits, with six recipes. Playbook: "FP8 pretraining"; Micikevicius et al. 2022, Peng
 // et al. 2023 (FP8-LM), DeepSeek-V3 2024, OCP Microscaling Formats 2023.
 //
 // Against bf16.c: the linears of all blocks multiply 8-bit codes. Their range is so narrow that each tensor,

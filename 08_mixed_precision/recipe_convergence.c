@@ -1,5 +1,5 @@
-// recipe_convergence.c: the loss after 500 steps of the default model with each recipe of fp8.c beside bf16,
-// and how much of the difference is chance. Playbook: "FP8 pretraining".
+// recipe_convergence.c: the loss after 500 steps of the default model with each recipe of fp8.c, compared
+// with bf16, and how much of the difference is chance. Playbook: "FP8 pretraining".
 //
 // Two runs that differ only slightly do not end at the same loss: from random weights they part within 200
 // steps, and stay apart. So each seed trains

@@ -1,5 +1,5 @@
-// recipe_training.c: the losses of fp8.c's recipes beside bfloat16's, also at growing learning rates; how
-// often they cast; what ZeRO-3 sends in 8 bits. Playbook: "FP8 pretraining".
+// recipe_training.c: the losses of fp8.c's recipes compared with bf16's, also at growing learning rates;
+// how often they cast; what ZeRO-3 sends in 8 bits. Playbook: "FP8 pretraining".
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>
