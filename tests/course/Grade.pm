@@ -176,7 +176,7 @@ sub said {
     return '' if !system "ulimit -t 60; ulimit -f 65536; { $command; } >$into 2>&1 </dev/null";
     my $log = some("$folder/build.log");
     return $1 if $log =~ /^(.*(?:error|undefined reference|multiple definition).*)$/m;
-    return (split /\n/, $log)[0] // 'the compiler ends without a word';
+    return (split /\n/, $log)[0] // 'the compiler fails without a message';
 }
 
 # ---- advice ----
@@ -186,138 +186,144 @@ sub said {
 my @advice = (
     [qr/^TODO in/, 'not done', 'The function, or a branch of it, still says TODO.'],
     [qr/^chunks with another sum/, 'sums',
-        'With --ranks 4 the program draws which ranks each chunk sums after each step: which is the '
-        . 'first that differs from the chapter\'s page?'],
+        'With --ranks 4 the program draws, after each step, which ranks each chunk has summed. Which step '
+        . 'is the first that differs from the chapter\'s page?'],
     [qr/make it full: too (?:early|late)/, 'buckets',
-        'A bucket ends with the unit that brings it to so many bytes: count those of the sums, in their '
-        . 'dtype.'],
+        'A bucket ends with the unit that brings it to that many bytes: count the bytes of the sums, in '
+        . 'their dtype.'],
     [qr/stays in \w+: after each micro-batch/, 'accumulate',
-        'Rounded to 16 bits again with each addition, small gradients are lost: add each micro-batch to '
-        . 'the f32 sums at once, the last one before it is sent.'],
+        'A sum that is rounded to 16 bits after each addition loses small gradients: add each micro-batch '
+        . 'to the f32 sums at once, and the last one before it is sent.'],
     [qr/in and out are \w+ and \w+/, 'dtype',
-        'A message does not convert: which of the two is wide, a sum, and which is stored in 16 bits?'],
+        'A message converts nothing: which of the two is a sum, in a wide dtype, and which is stored in '
+        . '16 bits?'],
     [qr/not in ascending order/, 'tokens', 'Which tokens does the rank have, from the first to the last?'],
     [qr/does not lie within/, 'bounds',
-        'It begins or ends beyond the tensor. Are indices taken modulo N, and is a remainder of -1 meant?'],
+        'The view begins or ends outside the tensor. Are indices taken modulo N? In C, -1 % N is -1.'],
     [qr/ where .* fits the others/, 'shape',
-        'This operation got a tensor of another shape or dtype: another chunk or mask, storage in place of '
-        . 'a sum?'],
+        'This operation got a tensor of the wrong shape or dtype: the wrong chunk or mask, or storage '
+        . 'instead of a sum?'],
     [qr/sends itself|would overwrite/, 'place',
-        'What is read and what is written are the same place, or the same rank: which of the two is '
-        . 'the other?'],
+        'The source and the destination are the same memory, or the same rank: which of the two should '
+        . 'be another?'],
     [qr/micro_batch_ready is called/, 'last',
-        'What sums gradients over ranks waits for this call, and for the last one of a step.'],
+        'Techniques that sum gradients over ranks rely on this call, and on `last` in the last one of a '
+        . 'step.'],
     [qr/averaged twice/, 'scale',
-        'The loss is divided by the labels of the whole batch already: sum, and divide by no N again.'],
-    [qr/scaled twice/, 'scale', 'loss_scale has the division already: leave yours out.'],
+        'The loss is already divided by the labels of the whole batch: sum, and do not divide by N '
+        . 'again.'],
+    [qr/scaled twice/, 'scale', 'loss_scale already contains the division: leave yours out.'],
     [qr/summed twice|summed, and not averaged/, 'scale',
-        'A sum that every rank has is summed again: leave each rank an N-th of it before, or sum once.'],
+        'A sum that every rank already has is summed again: scale it by 1 / N first, or sum only once.'],
     [qr/only one rank's share/, 'share',
-        'Is the sum over ranks made for this tensor, over the right group, and waited for?'],
+        'Is this tensor summed over the ranks, is it the right group, and is the sum waited for?'],
     [qr/never written|cleared before/, 'scale',
-        'Nothing adds to this gradient: is it called for each unit, and does it write where sums stand?'],
+        'Nothing adds to this gradient: is the call made for every unit, and does it write to the sums?'],
     [qr/usually added twice/, 'scale', 'The same contribution is added twice.'],
     [qr/usually a sign/, 'sign', 'Something is subtracted that should be added.'],
     [qr/comm_wait comes first|is still (?:reading|writing)|was not waited for|never waited/, 'wait',
-        'A request is in flight, and its tensor is used or freed: wait for the request first, or do '
+        'A request is in flight while its tensor is used or freed: wait for the request first, or do '
         . 'not start what nobody waits for.'],
     [qr/\(--timeout\)/, 'hang',
         'Ranks wait for each other. Read who waits for whom: a call is missing on one '
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
     [qr/has \d+ elements, and its parts/, 'size',
-        'The parts do not add up to the whole: where the ranks do not divide it, who has the rest?'],
+        'The parts do not add up to the whole: if N does not divide it, which rank has the remainder?'],
     [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden
         |in\sflight(?:,|\swhen)|not\sin\sflight/x,
         'overlap',
-        'The numbers are right, and nothing hides: '
-        . 'start it earlier, or wait for it later, and for no more than you must.'],
+        'The numbers are right, but communication is not overlapped: start it earlier, or wait for it '
+        . 'later, and only for what you need.'],
     [qr/^held to W of zb|^held to W of .*split/, 'memory',
-        'Another number of micro-batches is between F and W than the formula says: how far behind its B '
+        'The number of micro-batches between F and W is not that of the formula: how far behind its B '
         . 'does W run?'],
     [qr/^held to|holds \d+ passes between F and B/, 'memory',
-        'Another number of micro-batches is between F and backward than the formula says: '
-        . 'how far ahead do forwards run?'],
+        'The number of micro-batches between F and backward is not that of the formula: how far ahead do '
+        . 'forwards run?'],
     [qr/^it was stopped/, 'hang', 'No rank waits for another: a loop does not end.'],
     [qr/^kernel .*has written yet/, 'race',
-        'Is a barrier missing between who writes it and who reads it, or does nobody write it at all?'],
+        'Is a barrier missing between the thread that writes it and the one that reads it, or does no '
+        . 'thread write it?'],
     [qr/^kernel .*(?:with no __sync|another block of this launch)/, 'race',
-        'Threads meet in this place with no barrier between them: who must have written, or read, before '
-        . 'whom?'],
+        'Threads access this memory with no barrier between them: which one must have written, or read, '
+        . 'before the other?'],
     [qr/^kernel .*(?:at byte \d+ of|out of bounds|before the start|not memory of)/, 'bounds',
-        'An index goes beyond an array: what of the last block and the last tile, which sizes do not '
-        . 'fill?'],
+        'An index is outside an array: what about the last block and the last tile, which may not be '
+        . 'full?'],
     [qr/^kernel .*(?:stands at|waits at|the value of lane|with the mask)/, 'barrier',
-        'Not all threads come here: it stands in a branch, or behind a return, that some of them take.'],
+        'Not all threads reach this barrier: some take a branch around it, or return before it.'],
     [qr/ is off by .*, and may be by/, 'numbers',
-        'Which elements are wrong? The proof begins with one row, goes on with sizes that fill no tile, '
-        . 'and has large magnitudes.'],
+        'Which elements are wrong? The proof tries a single row, sizes that do not fill a tile, and large '
+        . 'magnitudes.'],
     [qr/(?:FLOPs|instr[.a-z]*): predicted/, 'counts',
-        'The numbers are right, by other operations: a product and a sum are one fmaf, and what does not '
-        . 'change in a loop is computed before it.'],
+        'The numbers are right, but the number of operations is not: a product and a sum should be one '
+        . 'fmaf, and what does not change in a loop should be computed before it.'],
     [qr/(?:requests|sectors|passes|conflicts|barriers): predicted/, 'counts', undef],
     [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
         'Calls of two ranks are matched in the order in which they are started, and here both send, or '
-        . 'both receive: one begins with the other call, or both make one call of the two, '
+        . 'both receive. Let one rank begin with the other call, or let both make one call of the two: '
         . 'comm_send_receive.'],
     [qr/called .* where rank/, 'order',
-        'Every rank of a group makes the same calls, '
+        'All ranks of a group must make the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
     [qr/the end\) breaks the rule/, 'order', 'The list of this rank ends too early: a pass is missing.'],
-    [qr/breaks the rule/, 'order', 'In the list of this rank something comes too early, twice, or never.'],
+    [qr/breaks the rule/, 'order', 'In the list of this rank a pass comes too early, twice, or never.'],
     [qr/\bn?no tensor\b|dimensions, not 0|has no storage/, 'tensor',
-        'A tensor is used that was never made, never handed over, or freed already.'],
+        'A tensor is used that was never allocated, never passed on, or already freed.'],
     [qr/signal 9\b|signal 24\b/, 'stopped',
-        'It was stopped for all the time, memory or output that it took: a loop does not end.'],
+        'It was stopped because it took too much time, memory or output: probably a loop does not end.'],
     [qr/and no verdict|no rank has said why/, 'end',
-        'Something ends the program before its proof has: does the function call exit?'],
+        'The program ended before its proof was complete: does the function call exit?'],
     [qr/signal 11|signal 7|SIGSEGV|SIGBUS|signal 6|SIGABRT/, 'crash',
         'It uses a pointer or an index that is not valid. gdb shows where, on the program in bin/.'],
     [qr/has died/, 'crash',
-        'This rank ended without a word: an invalid pointer or index (gdb shows where, on the program in '
-        . 'bin/), or it was stopped for all the time or memory that it took.'],
-    [qr/\bnan\b/, 'nan', 'Numbers that nobody has written, or memory that was freed, take part.'],
+        'This rank ended without a message: because of an invalid pointer or index (gdb shows where, on '
+        . 'the program in bin/), or because it took too much time or memory and was stopped.'],
+    [qr/\bnan\b/, 'nan', 'Numbers that were never written, or memory that was already freed, are used.'],
     [qr/^weights equal in all copies/, 'copies',
-        'Copies of a weight drift apart: do the ranks that store one take the same part of it, and does '
-        . 'the table know that their gradients add up?'],
+        'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
+        . 'the table say that their gradients must be summed?'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
     [qr/a rank sent \d+ B, by its formula/, 'bytes',
-        'Do the chunks together have every element, and each once?'],
+        'Do the chunks cover every element exactly once?'],
     [qr/^--scale-interval \d+, norm/, 'scaler',
-        'This step is asked by hand: which way does it take through the function?'],
+        'The proof calls the function directly for this step: which path does the call take through it?'],
     [qr/^pairs F\+BW/, 'pairs',
-        'The order is sound, and overlaps nothing there: F and BW that hide each other are one action, '
-        . 'schedule_add_pair.'],
+        'The order is valid, but the number of overlapped pairs is not that of the formula: an F and a BW '
+        . 'that overlap are one action, schedule_add_pair.'],
     [qr/is not stored on this rank/, 'place',
         'Another rank has this weight: which stage, or which experts, does the call belong to?'],
     [qr/a rank holds .* after it, expected/, 'numbers',
-        'The table has what each rank holds before and after the call: which numbers are added too early, '
+        'The table shows what each rank holds before and after the call: which numbers are added too early, '
         . 'too late, or never?'],
     [qr/^a step ends with .* more of device memory|leave \d+ B of device memory behind/, 'memory',
-        'Each step or call leaves something behind: what has the function made that nobody frees?'],
+        'Each step or call leaks memory: what does the function allocate that nobody frees?'],
     [qr/holds \d+ B of activations, by/, 'memory',
-        'Something that backward keeps is freed too early or too late: what does W need, behind its B?'],
+        'Something that backward keeps is freed too early or too late: what does W still need after B?'],
     [qr/bubble|period|makespan/, 'bubble',
-        'The order is sound, but ranks wait longer than they must, or less '
+        'The order is valid, but ranks wait for longer than they must, or for less '
         . 'than they can. Draw it: build/05_pipeline_parallel/schedule --schedule NAME.'],
     [qr/^gradients .*scale (?:1\.[1-9]|[2-9]|\d\d)/, 'gradients',
-        'Gradients are too large, by no whole factor: some contributions count several times.'],
+        'Gradients are too large, but not by a whole factor: some contributions are counted several '
+        . 'times.'],
     [qr/^gradients .*scale (?:0\.[0-8]|-)/, 'gradients',
-        'Gradients are too small, by no whole factor: some contributions are left out, or divided once too '
-        . 'often.'],
+        'Gradients are too small, but not by a whole factor: some contributions are left out, or divided '
+        . 'once too often.'],
     [qr/^gradients/, 'gradients',
         'The first step is wrong in this tensor: which elements does your code take '
         . 'from the wrong place, or leave out?'],
     [qr/^the mean of means is off by/, 'means',
         'Is each micro-batch multiplied by its loss_scale[i]? It is 1 / labels of the whole batch.'],
     [qr/^losses of .* with ignored labels: .*/, 'means',
-        'With every token a label it is right. Do micro-batches divide by their own labels? A mean of '
+        'If every token is a label, it is right. Do micro-batches divide by their own labels? A mean of '
         . 'means is another number: loss_scale[i] divides by the labels of the whole batch.'],
-    [qr/^loss/, 'loss', 'Forward differs, or what each loss is divided by: look there first.'],
-    [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, and their norm is not.'],
+    [qr/^loss/, 'loss',
+        'The forward pass differs, or the number by which each loss is divided: look there first.'],
+    [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, but their norm is not.'],
     [qr/^parameters/, 'parameters',
-        'The gradients are right: do weights come back, and are they stepped once?'],
+        'The gradients are right: are weights gathered after the step, and is each stepped exactly once?'],
 );
 
 # Advice for a count, from whether the measured one is above or below the predicted one.
@@ -327,22 +333,23 @@ sub of_count {
     ($measured, $predicted) = $text =~ /: ([\d.e+-]+), by its formula ([\d.e+-]+)/ if !defined $predicted;
     return '' if !defined $predicted;
     my $more = $measured > $predicted;
-    return 'Memory is above the formula: something is not freed, freed too late, or whole where a shard '
-        . 'would do.'
+    return 'Memory is above the formula: something is not freed, freed too late, or kept whole where a '
+        . 'shard would do.'
         if $what eq 'memory' && $more;
-    return 'Memory is below the formula: something is freed too early, or never made.' if $what eq 'memory';
-    return $more ? 'The numbers are right, and cost more: what is read or written twice, or by lanes that '
-        . 'are no neighbours? --verbose shows all counts.'
-        : 'The numbers are right, and this costs less than the formula says: is it done elsewhere?'
+    return 'Memory is below the formula: something is freed too early, or never allocated.'
+        if $what eq 'memory';
+    return $more ? 'The numbers are right, but cost more: what is read or written twice, or by lanes that '
+        . 'are not neighbours? --verbose shows all counts.'
+        : 'The numbers are right, but this costs less than the formula says: is it done elsewhere?'
         if $what eq 'counts';
     return $more ? "Too many $what: is something sent twice, too early, or whole where a part would do?"
-        : "Too few $what: what is not sent, or not for each unit, micro-batch or layer?";
+        : "Too few $what: is something not sent, or not for every unit, micro-batch or layer?";
 }
 
 # The kind of failure and the advice for the sentence that a failed run ends with.
 sub advice {
     my ($e, $text) = @_;
-    return ('formula', 'What was counted is right; your function predicts another figure.')
+    return ('formula', 'The counts are right; your function predicts a different figure.')
         if $e->{predicts} && $text =~ /predicted|formula/;
     for (@advice) {
         my ($pattern, $kind, $words) = @$_;
@@ -402,7 +409,7 @@ sub unfit {
     my ($part, $line, $number) = between($original, $f, $mine);
     return record(
         $e, $file, 'fail', 'changed elsewhere', "line $number of $e->{file} is missing or changed: $line",
-        "Only $e->{function} is graded, and helpers right above it: put the other lines back.")
+        "Only $e->{function} is graded, and helpers directly above it: restore the other lines.")
         if !defined $part;
     return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", "$e->{task}.")
         if code_of($part) =~ /\bTODO\s*\(/;
@@ -419,7 +426,7 @@ sub grade {
     my $short = $folder =~ s{^.*?(?=\Q$build\E/grade)}{}r;
     my $error = compiled($e, $file, $folder) || linked($e, $folder);
     my $open = $error =~ /invalid storage class|at end of input/ ? 'A brace is not closed. ' : '';
-    return $end->('fail', 'compile', $error, "${open}All of it is in $short/build.log.") if length $error;
+    return $end->('fail', 'compile', $error, "${open}All output is in $short/build.log.") if length $error;
     my $passed = '';
     for (@{ $e->{run} }) {
         $run = join ' ', program_of($e, $short), split ' ';

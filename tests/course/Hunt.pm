@@ -96,7 +96,7 @@ sub hunt {
         my ($run, $wrong) = symptoms($bug, $folder) or next;
         my ($first, $last) = place_of($bug->{file}, $folder);
         store("$folder/.answer", join("\n", $bug->{name}, $bug->{file}, $first, $last, $bug->{bug}) . "\n");
-        print "One line or a few of a chapter are wrong in the copy below " . folder_of($n)
+        print "One or a few lines of a chapter are wrong in the copy below " . folder_of($n)
             . "/. The book's own\nprogram passes this run; the copy's fails:\n\n";
         print '$ ' . folder_of($n) . "/bin/$run\n";
         print "    $_\n" for words($wrong, 100);
@@ -116,13 +116,13 @@ sub abs_folder { return $_[0] =~ m{^/} ? $_[0] : Cwd::abs_path('.') . "/$_[0]" }
 sub judged {
     my ($n, $at) = @_;
     my ($name, $file, $first, $last, $bug) = split /\n/, content(folder_of($n) . '/.answer') // '';
-    die "nobody hunts $n yet: make hunt N=$n\n" if !$bug;
+    die "hunt $n has not been started: make hunt N=$n\n" if !$bug;
     my $answer = "$file:$first" . ($last > $first ? "-$last" : '') . ": $bug";
     return ('answer', $answer) if !defined $at;
     my ($where, $line) = $at =~ m{^\s*(\S+?):(\d+)\s*$} or die "AT=$at: a place is chapter/file.c:LINE\n";
     my $same = $where eq $file || $where eq basename($file);
-    return ('fail', 'it is another file') if !$same;
-    return ('fail', 'the file is right, and the line is not') if $line < $first - 2 || $line > $last + 2;
+    return ('fail', 'the bug is in another file') if !$same;
+    return ('fail', 'the file is right, but the line is not') if $line < $first - 2 || $line > $last + 2;
     return ('pass', $answer);
 }
 

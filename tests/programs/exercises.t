@@ -75,7 +75,7 @@ says receives 'both make one call of the two'
 says means 'A mean of means is another number'
 says narrow 'the last one before it is sent'
 says past "does forward call the socket, with each expert's own slot"
-says waits 'waits [0-9.]* ms for hops, expected 0: .* The numbers are right, and nothing hides'
+says waits 'waits [0-9.]* ms for hops, expected 0: .* The numbers are right, but communication is not overlapped'
 says full 'A bucket ends with the unit that brings it'
 ! grep -lsa "471[3]" /proc/[0-9]*/cmdline >/dev/null
 report $? "what a submission has left behind is ended"
