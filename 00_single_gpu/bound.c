@@ -1,7 +1,8 @@
-// bound.c: how close to the run on one device a run must come whose sums run in another order.
+// bound.c: how closely a run whose sums are in another order must match the run on one device.
 //
 // In f64 within 1e-10. In a narrower dtype within k = 4 times what that dtype makes of the run on one device,
-// which is measured against the same run in f64 (report_bound): as far as two such runs may be apart.
+// measured against the same run in f64 (report_bound): gradients, which are those of step 1, within k times
+// their own error, all else within k times the largest error.
 //
 // AdamW needs more than that measure. SGD's steps are in proportion to gradients, and their errors average
 // out over the elements of a weight. AdamW divides by the gradient's own size, m / (sqrt v + eps): where
@@ -15,8 +16,8 @@
 //     d_i      e times the root mean square of sqrt v over an element's row: the usual error of its gradient
 //     error_i  sum over steps of lr min(2, d_i / (sqrt v_i + eps))
 //
-// and no bound is less than k ||error|| / ||w|| of any weight. In 16 bits each weight has many such elements:
-// what is measured then is their mean, and no luck.
+// and the bound of losses, norms and parameters is at least k ||error|| / ||w|| for every weight. In 16 bits
+// each weight has many such elements: what is measured then is their mean, and no luck.
 //
 // Bytes sent: none. This file has no main: proof.c calls it.
 #include <math.h>
@@ -85,7 +86,7 @@ static Record adamw_reference(Trainer *t, const Record *baseline, double *usual)
     return reference;
 }
 
-double train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline) {
+Bound train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline) {
     if (config->dtype == F64) return report_bound(baseline, NULL, 0);
     Config f64 = *config;
     f64.dtype = F64;
@@ -96,12 +97,12 @@ double train_bound_with(const Config *config, Techniques techniques, bool masked
     double usual = 0;
     bool derived = config->dtype == F32 && config->optimizer == OPTIMIZER_ADAMW;
     Record reference = derived ? adamw_reference(t, baseline, &usual) : train_record(t, "f64 reference");
-    double bound = report_bound(baseline, &reference, usual);
+    Bound bound = report_bound(baseline, &reference, usual);
     record_free(&reference);
     trainer_free(t);
     return bound;
 }
 
-double train_bound(const Config *config, bool masked, const Record *baseline) {
+Bound train_bound(const Config *config, bool masked, const Record *baseline) {
     return train_bound_with(config, NULL, masked, baseline);
 }

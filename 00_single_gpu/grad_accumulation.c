@@ -146,7 +146,7 @@ static void compare_parts(const Config *config, bool masked) {
     say("  %-16s %25s %24s", "micro-batches", "activations kept", "gradients off by");
     Record baseline = run_in_parts(config, masked, 1);
     print_row(config, 1, &baseline, &baseline);
-    double bound = config->no_check ? 0 : train_bound(config, masked, &baseline);
+    Bound bound = config->no_check ? bound_of(0) : train_bound(config, masked, &baseline);
     for (int64_t parts = 2; parts <= config->micro_batch; parts++) {
         if (config->micro_batch % parts) continue;
         Record record = run_in_parts(config, masked, parts);

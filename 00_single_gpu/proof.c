@@ -245,7 +245,7 @@ static int columns_before(Column *column, const Config *config, Mesh mesh, const
 
 // The same layout with other techniques, which must give the same bits.
 static void compare_twin(const Config *config, Mesh mesh, const char *twin, Techniques techniques,
-                         bool masked, const Record *record, double bound) {
+                         bool masked, const Record *record, Bound bound) {
     Config same = *config;
     same.save = NULL;
     clock_push(twin);
@@ -253,15 +253,15 @@ static void compare_twin(const Config *config, Mesh mesh, const char *twin, Tech
     clock_pop();
     // A twin sums over ranks with other calls, and NCCL does not promise the same order for them (comm.h).
     bool same_order = comm_sums_in_rank_order();
-    report_compare(record, &other, same_order ? PROOF_EXACT : PROOF_REASSOCIATED, same_order ? 0 : bound);
+    report_compare(record, &other, same_order ? PROOF_EXACT : PROOF_REASSOCIATED, bound);
     record_free(&other);
 }
 
 // The run on one device, and how close to it this layout must come. Rank 0 runs it for all, since repeating
 // it on every rank would only compete for the cores; the others wait without a timeout.
-static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool masked, double *bound) {
+static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool masked, Bound *bound) {
     Record record = {0};
-    *bound = 0;
+    *bound = bound_of(0);
     double timeout = comm_set_timeout(INFINITY);
     if (mesh.world.rank == 0) {
         clock_push("one device");
@@ -269,7 +269,8 @@ static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool 
         *bound = train_bound_with(whole, alone, masked, &record);
         clock_pop();
     }
-    *bound = comm_sum(*bound, mesh.world);
+    bound->gradients = comm_sum(bound->gradients, mesh.world);
+    bound->others = comm_sum(bound->others, mesh.world);
     comm_set_timeout(timeout);
     record_share(&record, 0, mesh.world);
     return record;
@@ -296,7 +297,7 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
         check_peak(mesh, &cost, &record, counted.peak_by_data);
     }
     Config whole = on_one_device(config, mesh);
-    double bound;
+    Bound bound;
     Record baseline = one_device(&whole, mesh, alone, masked, &bound);
     if (program) {
         int columns = columns_before(column, config, mesh, program);
@@ -306,7 +307,7 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
         lesson_print_losses(&record, &baseline);
     }
     if (twin) compare_twin(config, mesh, twin, twin_techniques, masked, &record, bound);
-    report_compare(&record, &baseline, exact ? PROOF_EXACT : PROOF_REASSOCIATED, exact ? 0 : bound);
+    report_compare(&record, &baseline, exact ? PROOF_EXACT : PROOF_REASSOCIATED, bound);
     record_free(&baseline);
     record_free(&record);
     report_quiet(quiet);

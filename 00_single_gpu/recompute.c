@@ -160,7 +160,7 @@ int main(int argc, char **argv) {
     for (Recompute kind = RECOMPUTE_SELECTIVE; kind <= RECOMPUTE_FULL; kind++) {
         Record record = run(&config, kind);
         print_row(&config, kind, &record, &none);
-        if (!dry_run && !config.no_check) report_compare(&record, &none, PROOF_EXACT, 0);
+        if (!dry_run && !config.no_check) report_compare(&record, &none, PROOF_EXACT, bound_of(0));
         record_free(&record);
     }
     record_free(&none);

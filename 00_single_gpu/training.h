@@ -146,9 +146,9 @@ double held_out_loss(Trainer *trainer, int64_t samples);
 Record train_record(Trainer *trainer, const char *title);
 // How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else derived from the distance
 // between `baseline` and a run in f64.
-double train_bound(const Config *config, bool masked, const Record *baseline);
+Bound train_bound(const Config *config, bool masked, const Record *baseline);
 // The same for a baseline with these techniques; NULL: those of one device.
-double train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline);
+Bound train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline);
 
 Batch batch_new(const Trainer *trainer, int64_t first_sample);
 void batch_free(Batch *batch);

@@ -164,7 +164,7 @@ static void compare_gathers(Mesh mesh, const Config *config) {
     for (int i = 0; i < WAYS; i++) {
         config_set(&same, "gather", ways[i].value);
         record[i] = program_record(&same, mesh, techniques, false, true, ways[i].name);
-        if (i > 0) report_compare(&record[i], &record[0], PROOF_EXACT, 0);
+        if (i > 0) report_compare(&record[i], &record[0], PROOF_EXACT, bound_of(0));
     }
     report_quiet(quiet);
     for (int i = 0; i < WAYS; i++) record_free(&record[i]);

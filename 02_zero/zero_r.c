@@ -185,7 +185,7 @@ static void check_way(const Way *way, const Way *whole, const Config *config, Gr
     report_equal("all-gathers", n > 1 ? times * (double)config->layers : 0, (double)gathers.calls, "");
     report_equal("bytes sent by all ranks", times * (n - 1) * all, comm_sum((double)gathers.bytes, tp),
                  "B");
-    if (!config->no_check) report_compare(&way->record, &whole->record, PROOF_EXACT, 0);
+    if (!config->no_check) report_compare(&way->record, &whole->record, PROOF_EXACT, bound_of(0));
 }
 
 static void print_ways(const Way *way, int ways, const Config *config, Group tp) {
@@ -252,7 +252,7 @@ static void compare_sums(const Config *config, Mesh mesh, const Record *through,
     Config alone = *config;
     alone.grad_acc *= mesh.dp.size;
     alone.dp = alone.tp = 1;
-    if (comm_sums_in_rank_order()) report_compare(through, in_place, PROOF_EXACT, 0);
+    if (comm_sums_in_rank_order()) report_compare(through, in_place, PROOF_EXACT, bound_of(0));
     else report_compare(through, in_place, PROOF_REASSOCIATED, train_bound(&alone, false, in_place));
 }
 

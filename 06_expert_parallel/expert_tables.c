@@ -158,7 +158,7 @@ void expert_tables(Mesh mesh, const Config *config) {
     Record all = experts_trained(&c, mesh, expert_layouts(), true);
     Record baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
     bool quiet = report_quiet(!config->verbose);
-    report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);
+    report_compare(&all, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
     report_quiet(quiet);
     record_free(&all);
     record_free(&baseline);

@@ -87,7 +87,7 @@ static void all_to_one_node(Mesh mesh, Config c) {
     bool quiet = report_quiet(!c.verbose);
     Record all = experts_trained(&c, mesh, node_limited_layouts(), true),
            baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
-    report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);
+    report_compare(&all, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
     report_quiet(quiet);
     record_free(&all);
     record_free(&baseline);
@@ -99,7 +99,7 @@ static void two_in_flight(Mesh mesh, Config c) {
     Record both = program_record(&c, mesh, node_limited_overlapped(), false, false, "two in flight"),
            single = program_record(&c, mesh, node_limited_layouts(), false, false, "one after the other");
     bool quiet = report_quiet(!c.verbose);
-    report_compare(&both, &single, PROOF_EXACT, 0);
+    report_compare(&both, &single, PROOF_EXACT, bound_of(0));
     report_quiet(quiet);
     record_free(&both);
     record_free(&single);

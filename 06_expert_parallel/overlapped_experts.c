@@ -291,7 +291,7 @@ static void check_bits(Mesh mesh, const Config *config) {
     Record both = program_record(config, mesh, overlapped_layouts(), false, false, "two in flight"),
            single = program_record(config, mesh, expert_layouts(), false, false, "one after the other");
     bool quiet = report_quiet(!config->verbose);
-    report_compare(&both, &single, PROOF_EXACT, 0);
+    report_compare(&both, &single, PROOF_EXACT, bound_of(0));
     report_quiet(quiet);
     record_free(&both);
     record_free(&single);

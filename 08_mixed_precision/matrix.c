@@ -34,7 +34,7 @@ enum { MOST_BASELINES = 256 };
 typedef struct Baseline {
     Config config;
     Record record;
-    double bound;
+    Bound bound;
 } Baseline;
 static Baseline baseline[MOST_BASELINES];
 static int baselines;

@@ -55,7 +55,8 @@ static void show_steps(Mesh mesh, const Config *config) {
         }
         bool quiet = report_quiet(true);
         // Rounding accumulates over steps: for this many, the bound is 100 times that of one step.
-        double bound = 100 * train_bound_with(&whole, five_d_one_device(), false, &one);
+        Bound bound = train_bound_with(&whole, five_d_one_device(), false, &one);
+        bound.others *= 100;
         report_compare(&run, &one, PROOF_REASSOCIATED, bound);
         report_quiet(quiet);
         record_free(&one);

@@ -51,20 +51,32 @@ Record record_apart(const Record *record);
 // the precision of a narrower dtype.
 typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
 
+// How far a run may be from its baseline, relative. Gradients are those of the first step, before the
+// optimizer: what its steps make of rounding does not loosen their bound.
+typedef struct Bound {
+    double gradients, others;
+} Bound;
+
+static inline Bound bound_of(double both) {
+    Bound bound = {both, both};
+    return bound;
+}
+
 // Compares losses, gradient norms, first-step gradients (per parameter, by name) and final parameters;
 // prints one row for each with the worst tensor, and returns whether all are within the bound: no differing
-// bit for EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound
+// bit for EXACT, the bound relative otherwise; NaN never passes. The scale must be within half of the bound
 // of 1: two runs that are each within a quarter of the bound of the truth satisfy this, and a wrong factor
 // does not. A tensor whose baseline is below noise (a millionth of the largest one) is not skipped but
 // measured relative to that noise; but if the baseline of a quantity is zero as a whole, nothing was
 // compared, and it fails. A bound of 0.5 or more would let a factor of two pass: the dtype is too coarse
 // for this size. Then what is outside the bound still fails; what is within it is UNPROVEN, which is said
 // once (report_verdict).
-bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound);
+bool report_compare(const Record *run, const Record *baseline, ProofClass proof, Bound bound);
 // The bound for a dtype: 1e-10 for f64; for the others 4 times the error of the baseline against
-// `reference`, the same run in f64 (the largest over the quantities), so that the dtype itself sets the
-// bound; or 4 times `usual`, the error that such a run usually has, if its own is smaller by luck.
-double report_bound(const Record *baseline, const Record *reference, double usual);
+// `reference`, the same run in f64, so that the dtype itself sets the bound. For gradients this is their own
+// error; for the others the largest over all quantities, or `usual`, the error that such a run usually has,
+// if its own is smaller by luck.
+Bound report_bound(const Record *baseline, const Record *reference, double usual);
 
 // Prints a row with the predicted and the measured count, and returns whether they are equal; if not, the
 // run fails. Both are doubles, and formulas divide, so "equal" means within 1e-12 relative; but below 2^53,

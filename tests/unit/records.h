@@ -112,7 +112,7 @@ static inline int free_runs(void **context) {
 
 static inline bool compare(Pair *pair, ProofClass proof, double bound) {
     capture();
-    bool holds = report_compare(&pair->run, &pair->baseline, proof, bound);
+    bool holds = report_compare(&pair->run, &pair->baseline, proof, bound_of(bound));
     release();
     return holds;
 }

@@ -54,7 +54,7 @@ static Record in_another_order(Config c) {
     return run(&c);
 }
 
-static bool holds(const Record *a, const Record *b, double bound) {
+static bool holds(const Record *a, const Record *b, Bound bound) {
     report_quiet(true);
     return report_compare(a, b, PROOF_REASSOCIATED, bound);
 }
@@ -67,9 +67,11 @@ static void sound_runs_are_within_the_bound_whatever_the_seed(void **state) {
     for (int64_t seed = 1; seed <= SEEDS; seed++) {
         Config c = small_config(seed, adamw);
         Record plain = run(&c), other = in_another_order(c);
-        double bound = train_bound(&c, false, &plain);
-        if (!holds(&other, &plain, bound)) fail_msg("seed %ld is beyond %.3g", (long)seed, bound);
-        sum += bound;
+        Bound bound = train_bound(&c, false, &plain);
+        if (!holds(&other, &plain, bound))
+            fail_msg("seed %ld is beyond %.3g, or %.3g for gradients", (long)seed, bound.others,
+                     bound.gradients);
+        sum += bound.others;
         record_free(&plain);
         record_free(&other);
     }
@@ -83,13 +85,27 @@ static void a_wrong_step_is_beyond_the_bound(void **state) {
     wrong[1].weight_decay = 0;
     wrong[2].beta1 = 0.8;
     Record plain = run(&c);
-    double bound = train_bound(&c, false, &plain);
+    Bound bound = train_bound(&c, false, &plain);
     for (int i = 0; i < 3; i++) {
         Record other = in_another_order(wrong[i]);
-        if (holds(&other, &plain, bound)) fail_msg("wrong step %d is within %.3g", i, bound);
+        if (holds(&other, &plain, bound)) fail_msg("wrong step %d is within %.3g", i, bound.others);
         record_free(&other);
     }
     record_free(&plain);
+}
+
+// What AdamW's steps make of rounding does not excuse a wrong gradient, here of one weight.
+static void gradients_keep_their_own_bound(void **state) {
+    (void)state;
+    Config c = small_config(1, adamw);
+    Record plain = run(&c), other = in_another_order(c);
+    Bound bound = train_bound(&c, false, &plain);
+    assert_true(holds(&other, &plain, bound));
+    assert_true(bound.gradients < bound.others / 20);
+    for (int64_t i = 0; i < other.count[1]; i++) other.grad[1][i] *= 1 + bound.others / 4;
+    assert_false(holds(&other, &plain, bound));
+    record_free(&plain);
+    record_free(&other);
 }
 
 // SGD's bound is four times the error that was measured, and no more.
@@ -98,8 +114,10 @@ static void sgd_has_the_bound_that_is_measured(void **state) {
     Config c = small_config(17, "optimizer=sgd lr=0.1"), f64 = c;
     f64.dtype = F64;
     Record plain = run(&c), reference = run(&f64);
-    assert_true(train_bound(&c, false, &plain) == report_bound(&plain, &reference, 0));
-    assert_true(train_bound(&f64, false, &reference) == 1e-10);
+    Bound bound = train_bound(&c, false, &plain), measured = report_bound(&plain, &reference, 0);
+    assert_true(bound.others == measured.others && bound.gradients == measured.gradients);
+    bound = train_bound(&f64, false, &reference);
+    assert_true(bound.others == 1e-10 && bound.gradients == 1e-10);
     record_free(&plain);
     record_free(&reference);
 }
@@ -109,6 +127,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(sound_runs_are_within_the_bound_whatever_the_seed),
         cmocka_unit_test(a_wrong_step_is_beyond_the_bound),
+        cmocka_unit_test(gradients_keep_their_own_bound),
         cmocka_unit_test(sgd_has_the_bound_that_is_measured),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -145,13 +145,13 @@ static void gradients_are_blamed_before_the_losses_that_they_spoil(void **contex
     (void)context;
     Record run = run_new("4 ranks", 0.25), baseline = run_new("one device", 1);
     report_quiet(true);
-    report_compare(&run, &baseline, PROOF_REASSOCIATED, 1e-10);
+    report_compare(&run, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
     report_quiet(false);
     const char *line = last_line(STATUS_FAIL);
     assert_says(line, "FAIL test_diagnosis: gradients of 4 ranks, tensor.", 0.25);
     assert_says(line, "scale 0.25; 2 of 2 fail, all by this factor: usually averaged twice over", 0.25);
     run.loss[0] += log(4);
-    report_compare(&run, &baseline, PROOF_REASSOCIATED, 1e-10);
+    report_compare(&run, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
     assert_says(last_line(STATUS_FAIL), "FAIL test_diagnosis: losses of 4 ranks", log(4));
     assert_says(printed, "usually gathered logits", log(4));
     record_free(&run);
@@ -162,7 +162,7 @@ static void parameters_alone_blame_the_optimizer(void **context) {
     (void)context;
     Record run = run_new("4 ranks", 1), baseline = run_new("one device", 1);
     run.param[1][3] *= 1.5;
-    report_compare(&run, &baseline, PROOF_EXACT, 0);
+    report_compare(&run, &baseline, PROOF_EXACT, bound_of(0));
     assert_says(last_line(STATUS_FAIL), "gradients are right: usually the optimizer's step", 1.5);
     record_free(&run);
     record_free(&baseline);

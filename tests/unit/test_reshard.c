@@ -211,10 +211,10 @@ static void a_resumed_run_is_measured_by_a_resumed_one(void) {
     Config c = config_of(&one, "dtype=bf16");
     Record whole = straight(&one, &c), half = resumed(&one, &c, &one);
     char *dir = folder_of(&one, me);
-    double bound = train_bound(&c, false, &whole);
+    double bound = train_bound(&c, false, &whole).others;
     char *from = format_text("%s/step-000002", dir);
     c.resume = from;
-    double resumed_bound = train_bound(&c, false, &half);
+    double resumed_bound = train_bound(&c, false, &half).others;
     free(from);
     if (!(resumed_bound > 0.01 * bound && resumed_bound < 10 * bound))
         note("the bound is %g for a whole run, and %g for its second half", bound, resumed_bound);
