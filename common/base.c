@@ -211,19 +211,32 @@ static bool kernel_is_below(const char *best) {
 #define PIN       "OPENBLAS_CORETYPE"
 #define RESTARTED "ULTRASCALE_RESTARTED"  // set along with PIN: the pin is ours, and one restart is enough
 
-// OpenBLAS reads PIN when it is loaded, before main: the only way to change its mind is to start over.
-static void restart_on_best_kernel(char **argv) {
+// A thread that waits for others spins for 300,000 turns by default, milliseconds, before it sleeps. On a busy
+// machine it does so whenever another thread of ours has no core, and a run of small operations takes ten
+// times as long. 1,000 turns take about as long as falling asleep and waking up.
+#define SPIN       "GOMP_SPINCOUNT"
+#define SPIN_TURNS "1000"
+
+static bool spins_too_long(void) {
+    return omp_get_max_threads() > 1 && !getenv(SPIN) && !getenv("OMP_WAIT_POLICY");
+}
+
+// OpenBLAS reads PIN, and libgomp SPIN, when it is loaded, before main: the only way to change its mind is to
+// start over.
+static void restart_with_better_settings(char **argv) {
     const char *best = best_kernel(), *preload = getenv("LD_PRELOAD");
-    if (!best || getenv(PIN) || getenv(RESTARTED) || !kernel_is_below(best)) return;
+    bool pins = best && !getenv(PIN) && !getenv(RESTARTED) && kernel_is_below(best);
+    if (!pins && !spins_too_long()) return;
     if (preload && strstr(preload, "vgpreload")) return;  // exec would leave valgrind behind
     char self[4096];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     if (length <= 0) return;
     self[length] = '\0';
-    setenv(PIN, best, 1);
-    setenv(RESTARTED, "1", 1);
+    if (spins_too_long()) setenv(SPIN, SPIN_TURNS, 1);
+    if (pins) setenv(PIN, best, 1);
+    if (pins) setenv(RESTARTED, "1", 1);
     execv(self, argv);
-    unsetenv(PIN);  // could not restart: go on with the slow kernel, which base_blas_name reports
+    if (pins) unsetenv(PIN);  // could not restart: go on with the slow kernel, which base_blas_name reports
 }
 
 #define COLUMNS "ULTRASCALE_COLUMNS"  // tells ranks, whose output goes through mpirun, the terminal's
@@ -319,7 +332,7 @@ void base_start(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
     CHECK(argc > 0, "started without a program name");
-    restart_on_best_kernel(argv);
+    restart_with_better_settings(argv);
     atexit(check_printed);
     rank = launched_rank();
     watch_reader();

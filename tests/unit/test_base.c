@@ -399,6 +399,38 @@ static void a_pin_below_the_processor_is_obeyed_and_warned_of_once(void **state)
     assert_ptr_equal(strchr(child.err, '\n'), child.err + strlen(child.err) - 1);  // one line
 }
 
+static void start_self_with_two_threads(void *context) {
+    static const char *const variable[] = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"};
+    const char *const *value = context;
+    for (int i = 0; i < 2; i++) {
+        unsetenv(variable[i]);
+        if (value[i]) setenv(variable[i], value[i], 1);
+    }
+    setenv("OMP_NUM_THREADS", value[2], 1);
+    setenv("OMP_DISPLAY_ENV", "verbose", 1);
+    start_self(NULL);
+}
+
+// libgomp prints its settings each time that it is loaded.
+static void threads_that_wait_soon_sleep_unless_told_otherwise(void **state) {
+    (void)state;
+    static const struct {
+        const char *value[3], *last;  // OMP_WAIT_POLICY, GOMP_SPINCOUNT, OMP_NUM_THREADS
+    } starts[] = {{{NULL, NULL, "2"}, "'1000'"},
+                  {{NULL, "77", "2"}, "'77'"},
+                  {{"passive", NULL, "2"}, "'0'"},
+                  {{NULL, NULL, "1"}, "'300000'"}};
+    for (int i = 0; i < 4; i++) {
+        Child child = run_child(start_self_with_two_threads, (void *)starts[i].value);
+        assert_int_equal(child.status, 0);
+        const char *spin = child.err, *last = NULL;
+        while ((spin = strstr(spin, "GOMP_SPINCOUNT = "))) last = spin += strlen("GOMP_SPINCOUNT = ");
+        if (!last) skip();  // another OpenMP
+        if (strncmp(last, starts[i].last, strlen(starts[i].last)) != 0)
+            fail_msg("start %d spins for %.8s turns, not %s", i, last, starts[i].last);
+    }
+}
+
 // The sanitizers bring an allocator of their own, which these two tests are not about.
 #if !defined(__SANITIZE_ADDRESS__)
 
@@ -461,6 +493,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(progress_tells_the_time_left),
         cmocka_unit_test(blas_runs_the_best_kernel_unless_pinned),
         cmocka_unit_test(a_pin_below_the_processor_is_obeyed_and_warned_of_once),
+        cmocka_unit_test(threads_that_wait_soon_sleep_unless_told_otherwise),
 #if !defined(__SANITIZE_ADDRESS__)
         cmocka_unit_test(large_buffers_are_touched_once),
         cmocka_unit_test(host_memory_is_never_null),
