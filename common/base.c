@@ -211,8 +211,8 @@ static bool kernel_is_below(const char *best) {
 #define PIN       "OPENBLAS_CORETYPE"
 #define RESTARTED "ULTRASCALE_RESTARTED"  // set along with PIN: the pin is ours, and one restart is enough
 
-// A thread that waits for others spins for 300,000 turns by default, milliseconds, before it sleeps. On a busy
-// machine it does so whenever another thread of ours has no core, and a run of small operations takes ten
+// A thread that waits for others spins for 300,000 turns, milliseconds, before it sleeps: that is libgomp's
+// default. On a busy machine it does so whenever another thread of ours has no core, and a run takes five
 // times as long. 1,000 turns take about as long as falling asleep and waking up.
 #define SPIN       "GOMP_SPINCOUNT"
 #define SPIN_TURNS "1000"

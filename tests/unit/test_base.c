@@ -425,7 +425,7 @@ static void threads_that_wait_soon_sleep_unless_told_otherwise(void **state) {
         assert_int_equal(child.status, 0);
         const char *spin = child.err, *last = NULL;
         while ((spin = strstr(spin, "GOMP_SPINCOUNT = "))) last = spin += strlen("GOMP_SPINCOUNT = ");
-        if (!last) skip();  // another OpenMP
+        if (!last) return;  // another OpenMP
         if (strncmp(last, starts[i].last, strlen(starts[i].last)) != 0)
             fail_msg("start %d spins for %.8s turns, not %s", i, last, starts[i].last);
     }

@@ -73,8 +73,8 @@ static void check_costs(ScheduleKind kind, const ScheduleWish *wish, const Sched
                      held.to_b, held.to_w);
         assert_true(costs.held_to_b <= costs.held_to_w);
         if (!straight || s->ranks == 1) continue;
-        // Each of a rank's stages sends every micro-batch on, except the model's last in forward and its first
-        // in backward.
+        // Each of a rank's stages sends every micro-batch on, except the model's last stage in forward and
+        // its first in backward.
         assert_int_equal(costs.activations, s->micro_batches * (per_rank - (r == s->ranks - 1)));
         assert_int_equal(costs.gradients, s->micro_batches * (per_rank - (r == 0)));
     }
