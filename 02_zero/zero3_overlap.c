@@ -44,6 +44,7 @@ static double block_elements(void) {
 typedef struct PassCost {
     double compute[2], exposed[2];  // seconds on the model clock, by Pass
     double converting, adding;      // part of backward: gradients to f32, and into the sums of the own part
+    double elements;                // of the layer's weights
 } PassCost;
 
 static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
@@ -59,6 +60,7 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
     sockets->gradients.finish(sockets->gradients.context, t->model);
     PassCost cost = {{forward, clock_total().model_seconds - forward},
                      {exposed, comm_total().exposed_seconds - exposed},
+                     0,
                      0,
                      0};
     const OpCount *operation;
@@ -79,6 +81,7 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++)
         b.compute[pass] -= a.compute[pass], b.exposed[pass] -= a.exposed[pass];
     b.converting -= a.converting, b.adding -= a.adding;
+    b.elements = (double)(config_parameters(&three) - config_parameters(&two));
     return b;
 }
 
@@ -87,8 +90,8 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
 static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
     // The node with the fewest ranks is the bottleneck.
     if (n % per_node) per_node = n % per_node;
-    double weights = clock_collective_seconds("all_gather", 2 * block_elements(), n, per_node);
-    double gradients = clock_collective_seconds("reduce_scatter", 4 * block_elements(), n, per_node);
+    double weights = clock_collective_seconds("all_gather", 2 * block->elements, n, per_node);
+    double gradients = clock_collective_seconds("reduce_scatter", 4 * block->elements, n, per_node);
     if (pass == FORWARD) return weights <= block->compute[FORWARD];
     // Of n ranks, each adds only 1/n of the elements. The reduce-scatter must end before this adding and
     // before the next gradient is converted.
