@@ -409,17 +409,26 @@ typedef struct Wait {
     double began, looked, waited;  // waited: the seconds that count
 } Wait;
 
+// With more ranks than cores, a rank yields so many times before it sleeps: waking it takes 30 to 60 us, and
+// what it waits for has often come by then. More yields would take time from ranks that compute (doorbell.h).
+enum { YIELDS = 8 };
+
 // One turn of a waiting loop. Of the time between two turns at most a second counts towards the timeout: a
 // rank that was stopped, or did not get a core, did not look in that time.
 static void wait_turn(Wait *wait, int64_t turn) {
+    const bool crowded = control_crowded();
     // A short wait takes a few cache misses, and polling is too long only with more ranks than cores.
     // Polling also leaves the doorbell in the cache of the rank that rings it.
-    bool may_sleep = control_crowded() || turn % 64 == 0;
-    uint32_t count = may_sleep ? doorbell_count() : 0;
+    const bool may_sleep = crowded ? turn > YIELDS : turn % 64 == 0;
+    const uint32_t count = may_sleep ? doorbell_count() : 0;
     lines_push();
-    if (comm.waiting->done || !may_sleep) return;
+    if (comm.waiting->done) return;
+    if (!may_sleep) {
+        if (crowded) sched_yield();
+        return;
+    }
     double now = wall_seconds();
-    if (control_crowded() || now - wait->began > 1e-3) doorbell_wait(count);
+    if (crowded || now - wait->began > 1e-3) doorbell_wait(count);
     wait->waited += now - wait->looked < 1 ? now - wait->looked : 1;
     wait->looked = now;
     if (!look_is_due(now)) return;

@@ -3,7 +3,7 @@
 // A rank that polls, yielding in between, takes time in which the rank that it waits for could compute:
 // with more ranks than cores, up to a third of all. So each rank has a doorbell in the memory that the
 // ranks of a machine share. A rank that has written something that another may wait for (a notice, a
-// segment, a slot's return) rings the other's; a rank that waits sleeps on its own:
+// segment, a slot's return) rings the other's; a rank that waits yields a few times, then sleeps on its own:
 //
 //     rank 0 waits                          rank 1
 //       count = doorbell_count()
