@@ -81,7 +81,7 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++)
         b.compute[pass] -= a.compute[pass], b.exposed[pass] -= a.exposed[pass];
     b.converting -= a.converting, b.adding -= a.adding;
-    b.elements = (double)(config_parameters(&three) - config_parameters(&two));
+    b.elements = block_elements();
     return b;
 }
 

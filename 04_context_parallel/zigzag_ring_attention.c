@@ -4,9 +4,9 @@
 // Against ring_attention.c: only the layout of tokens differs. Of 2 N chunks rank r has an early one, r, and
 // a late one, 2 N - 1 - r. The less the early one has to compute, the more the late one has:
 //
-//                     contiguous                zig-zag                     (N = 4, eight chunks of queries
-//                     keys 0 … 7                keys 0 … 7                  and keys; the digit is the rank
-//     queries 0       0                         0                           that computes)
+//                     contiguous                zig-zag                   (N = 4, eight chunks of queries
+//                     keys 0 … 7                keys 0 … 7                and keys; the digit is the rank
+//     queries 0       0                         0                         that computes)
 //             1       0 0                       1 1
 //             2       1 1 1                     2 2 2
 //             3       1 1 1 1                   3 3 3 3

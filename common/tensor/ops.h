@@ -161,7 +161,7 @@ void op_cross_entropy_part_losses(Tensor losses, Tensor lse, Tensor maxima, Tens
 void op_cross_entropy_part_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale,
                                     VocabularyPart part);
 
-// ---- sum of what several ranks sent: y (…) = x[0] + x[1] + …, x (parts, …), in order, rounded once ----
+// ---- sum of what ranks sent: y (…) = x[0] + x[1] + …, x (parts, …), in order, rounded once ----
 void op_sum_parts(Tensor y, Tensor x, int64_t parts);
 
 // ---- columns, such as those of heads, split over ranks ----

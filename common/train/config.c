@@ -67,7 +67,7 @@ static const Preset *preset_find(const char *name) {
     fatal("--model %s is not known; there are %s", name, preset_names());
 }
 
-// The preset that a program's defaults start from, which they may name first, "model=llama-3-8b seq=4096 …",
+// The preset that a program's defaults start from, which they may name first, "model=llama-3-8b seq=4096",
 // and the rest of them.
 static const Preset *preset_of_program(const char **defaults) {
     char name[32] = "";
