@@ -14,8 +14,8 @@
 // gathers of the next units need not wait for it: a rank has one port inside its node and one across.
 // Bytes sent per rank and step with m micro-batches (letters as in zero3.c): inside,
 // m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as each micro-batch is reduced; across,
-// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), a fraction (N - K) / (N - 1) of it
-// across. Memory per rank: as zero3.c on K ranks.
+// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…): (N - K) / (N - 1) of it for ranks of
+// other nodes, and in a ring 1 / K of it over links between nodes. Memory per rank: as zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
 // Last line: PASS hybrid_zero: each node shards a replica, and the ranks reproduce the single-device step …
 #include <math.h>
@@ -41,12 +41,8 @@ static int shard_ranks(const Config *c) {
 
 // Inside: neighbours in the group, hence in one node; across: every k-th rank, this one among them.
 Group hybrid_zero_group(Group replicas, int k, bool inside) {
-    int count = inside ? k : replicas.size / k, member[count];
-    for (int i = 0; i < count; i++)
-        member[i] = inside ? replicas.member[replicas.rank / k * k + i]
-                           : replicas.member[replicas.rank % k + i * k];
-    return inside ? comm_group("dp inside", LINE_DP, member, count)
-                  : comm_group("dp across", LINE_DP_ACROSS, member, count);
+    return inside ? mesh_inside(replicas, k, "dp inside", LINE_DP)
+                  : mesh_across(replicas, k, "dp across", LINE_DP_ACROSS);
 }
 
 // All replicas have the same elements, so only the first one's are counted in the gradient norm.
@@ -71,7 +67,7 @@ static void begin(void *context, Model *m, int unit) {
     h->inside.gradients.begin(h->zero, m, unit);
 }
 
-// Starts the all-reduce across of a unit whose reduction inside has just ended; others compute meanwhile.
+// Starts the all-reduce across of a unit whose reduction inside has just ended, while other units compute.
 static void share(Hybrid *h, Model *m, int unit) {
     if (unit < 0 || !h->last[unit]) return;
     h->last[unit] = false;
@@ -139,7 +135,7 @@ void hybrid_zero_check(const Config *c) {
     int64_t replicas = c->dp * c->cp, k = shard_ranks(c);
     CHECK(
         replicas % k == 0,
-        "--shard-ranks %ld does not divide the %ld rank%s of --dp x --cp: %ld would fit, which is --zero 3",
+        "--shard-ranks %ld does not divide the %ld rank%s of --dp x --cp: %ld would fit, as plain ZeRO-3",
         k, replicas, plural(replicas), replicas);
     CHECK(c->experts == 0,
           "--zero hybrid with --experts %ld: the ranks that hold copies of an expert are not those that "
@@ -178,7 +174,8 @@ typedef struct NodeBytes {
     double inside, across;  // bytes of rank 0 in a step
 } NodeBytes;
 
-// A collective over all ranks sends each part to every other rank, N - K of which are in other nodes.
+// Each part counts as sent to every other rank, N - K of which are in other nodes. (In a ring, which the clock
+// charges, the last rank of each node sends across, 1 / K of all bytes.)
 static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
     double all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden) + (double)c->hidden;

@@ -7,7 +7,7 @@
 
 // ---- zero1.c, zero2.c, zero3.c: optimizer state; and gradients; and weights ----
 extern const Technique zero1, zero2, zero3;
-// hybrid_zero.c: zero3 among --shard-ranks neighbours, replicas across; the fifth choice of --zero.
+// hybrid_zero.c: zero3 among --shard-ranks neighbours, replicas across; chapter 08's --zero hybrid.
 extern const Technique hybrid_zero;
 // Of `replicas`, the k neighbours that shard with this rank (inside), or the ranks that hold its shard.
 Group hybrid_zero_group(Group replicas, int k, bool inside);

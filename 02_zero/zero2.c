@@ -10,8 +10,8 @@
 //                                   [=====================]   at most two: one fills, one is reduced
 //     own part    +=     +=         +=         +=             sums over ranks, then over micro-batches
 //
-// So each micro-batch is reduced by itself, and its sum is added once. (Reducing a part that already holds
-// earlier sums would count those N times.) 16-bit gradients are widened to f32 before they are summed.
+// So each micro-batch is reduced by itself, and its sum is added once. (Reducing a buffer that still holds
+// earlier micro-batches would count those again.) 16-bit gradients are widened to f32 before they are summed.
 //
 // Bytes sent per rank: (N - 1) / N (m g Psi + e Psi) for m micro-batches.
 // Memory per rank: e Psi, g Psi / N and two units, k Psi / N.

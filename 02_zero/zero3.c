@@ -8,12 +8,12 @@
 //     compute       E   B0  B1  H    |  H    B1      B0          E, H: embedding and head
 //     network    E  B0  B1  H        |  B1   rsH B0  rsB1  rsB0 rsE      rs: reduce-scatter, as in zero2
 //
-// Each unit is gathered twice, except the head: forward ends and backward begins with it, so it is kept
-// (the playbook's 2 L - 1). The embedding's backward reads no weights, so it is gathered once as well: 2 U
-// - 2 gathers for U = L + 2 units. With tied weights the head needs the embedding again: 2 U - 1.
+// Each unit is gathered twice, except the head: forward ends and backward begins with it, so it is kept. The
+// embedding's backward reads no weights, so it is gathered once as well: 2 U - 2 gathers for U = L + 2 units.
+// (For L layers the playbook has 2 L - 1.) With tied weights the head needs the embedding again: 2 U - 1.
 //
 // Letters as in zero1.c, and E and H for the parameters of embedding and head. Bytes sent per rank and
-// micro-batch: (N - 1) / N (g Psi + 2 e Psi - e (E + H)).
+// micro-batch: (N - 1) / N (g Psi + 2 e Psi - e (E + H)), with tied weights - e H.
 // Memory per rank: e Psi / N and two units, g Psi / N and two units, k Psi / N.
 // Run: build/02_zero/zero3           (--ranks 3, --tied, --dtype bf16, --recompute full, --grad-acc 4 …)
 // Last line: PASS zero3: weights are sharded over the ranks, and no bit changes …
@@ -148,7 +148,7 @@ enum { STAGES = sizeof stages / sizeof *stages };
 // gradients exist only for units in use, not for the rank's own part.
 static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
     double n = mesh.dp.size, all = (double)config_parameters(c),
-           ends = 2.0 * (double)(c->vocab * c->hidden);
+           ends = 2.0 * (double)(c->vocab * c->hidden) + (double)c->hidden;
     say("\nWhat rank 0 holds at its peak, and sends; Psi = %.2f B parameters, N = %.0f ranks:\n",
         1e-9 * all, n);
     say("  %-13s %-26s %8s %8s %9s %9s  %5s %8s %8s\n", "", "the playbook, bytes", "formula", "weights",

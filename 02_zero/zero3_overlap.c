@@ -8,7 +8,7 @@
 //     forward     tokens >= (e / 2) (N - 1) / N  peak_flops / peak_bw        (the playbook has e = 1)
 //     backward    tokens >= ((e + g) / 4) (N - 1) / N  peak_flops / peak_bw
 //
-// The formulas leave out latency, attention (below 1% of compute with such short sequences) and memory
+// The formulas leave out latency, attention (below 1% of compute at the 64 tokens used below) and memory
 // traffic. They give no limit on the number of ranks, as (N - 1) / N goes to 1: the limit comes from the
 // latency of the N - 1 steps of a ring.
 //

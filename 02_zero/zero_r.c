@@ -189,10 +189,10 @@ static void check_way(const Way *way, const Way *whole, const Config *config, Gr
 }
 
 static void print_ways(const Way *way, int ways, const Config *config, Group tp) {
-    say("\nActivations of rank 0: what it keeps of the blocks' inputs, what it ever holds at once, and how "
+    say("\nActivations of rank 0: what it keeps of the blocks' inputs, the most it holds at once, and how "
         "far the heap\n"
         "reaches if each tensor takes the lowest address at which it fits:\n");
-    say("  %-28s %14s %14s %14s %12s\n", "checkpoints", "bytes of them", "most held", "heap", "in holes");
+    say("  %-28s %14s %14s %14s %12s\n", "checkpoints", "their bytes", "peak", "heap", "in holes");
     for (int i = 0; i < ways; i++) {
         const Heap *heap = &way[i].heap;
         say("  %-28s %14.0f %14ld %14ld %11.1f%%\n", way[i].name, checkpoint_bytes(config, &way[i], tp),
@@ -280,7 +280,7 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
                  (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)), "B");
     report_equal("one for all gradients grows by", two - one,
                  (double)(buffer_bytes_of(&fused_larger) - buffer_bytes_of(&fused)), "B");
-    report_equal("and is larger than constant by", one - (double)(bytes / (int64_t)g) * g,
+    report_equal("and exceeds the constant one by", one - (double)(bytes / (int64_t)g) * g,
                  (double)(buffer_bytes_of(&fused) - buffer_bytes_of(&constant)), "B");
     double times = ceil(one / g / (double)(bytes / (int64_t)g));
     if (mesh.dp.size > 1)

@@ -41,6 +41,7 @@ static void gather(const ContextParallel *c, int64_t b, Tensor *all_k, Tensor *a
     free(counts);
 }
 
+// q, o (b own, a d) and k, v (b own, kv d) of this rank's tokens; o =. Keeps lse (b own, a).
 static void gather_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
                            Tensor k, Tensor v, AttentionShape shape) {
     ContextParallel *c = context;
@@ -74,6 +75,7 @@ static void scatter(const ContextParallel *c, int64_t b, Tensor dk, Tensor *part
     free(counts);
 }
 
+// dq, dk, dv =, with the shapes of q, k, v.
 //   forward: o, lse = merge over chunks of softmax(q k^T / sqrt(d)) v
 static void gather_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
                             Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,

@@ -74,8 +74,8 @@ typedef struct ContextParallel {
     int64_t s, own;              // tokens of a sequence, and how many of them are on this rank …
     int32_t *token;              // … and which, (own)
     MaskKey key;                 // of the micro-batch that the following were made for
-    AttentionPositions *tokens;  // (cp) of each rank; Ulysses: (1) of all, rank after rank
-    AttentionMask *mask;         // of this rank's queries and each one's keys; Ulysses: (1)
+    AttentionPositions *tokens;  // (cp) each rank's tokens; Ulysses: (1), those of all ranks in turn
+    AttentionMask *mask;         // (cp) this rank's queries against each rank's keys; Ulysses: (1)
 } ContextParallel;
 
 bool context_on(const Config *config, ContextMethod method);

@@ -17,7 +17,7 @@
 // (zigzag_ring_attention.c balances that).
 //
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C
-// e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) messages to one neighbour.
+// e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) calls, to one neighbour.
 // Memory per rank: two chunks of K/V besides its own; in backward also three of dK/dV in f32.
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp …)
 // Last line: PASS ring_attention: ranks that shard every sequence reproduce the single-device step …
@@ -52,6 +52,7 @@ static Request *hop(KeysValues *next, KeysValues now, int64_t rows, Group cp) {
     return comm_transfers(transfers, 4, cp);
 }
 
+// q, o (b own, a d) and k, v (b own, kv d) of this rank's tokens; o =. Keeps lse (b own, a).
 static void ring_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
                          Tensor k, Tensor v, AttentionShape shape) {
     ContextParallel *c = context;
@@ -91,6 +92,7 @@ static void add_returned(KeysValues sums, Returning *returning) {
     *returning = (Returning){0};
 }
 
+// dq, dk, dv =, with the shapes of q, k, v.
 //   forward: o, lse = merge over hops of softmax(q k^T / sqrt(d)) v
 static void ring_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
                           Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,

@@ -15,7 +15,8 @@
 // stays:
 //     forward     (N - 1) / N n d e (2 a + 2 kv')
 //     backward    (N - 1) / N n (d e (3 a + 4 kv') + 4 a), and 2 d (4 - e) kv' more where heads have copies
-// For a given n this is about the same for any N, while the ring's (N - 1) n 2 kv d e grows with N.
+// For a given n this hardly grows up to N = kv, while the ring's (N - 1) n 2 kv d e does; beyond, copies of K
+// and V are sent as well. Messages: 4 b all-to-alls forward and 8 b backward, each waited for at once.
 // Memory per rank: a second copy of q, k, v and o while attention computes with them.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
 // Last line: PASS ulysses: ranks that split the heads reproduce the single-device step …
@@ -107,6 +108,7 @@ static void heads_free(Heads *heads) {
     tensor_free(&heads->v);
 }
 
+// q, o (b own, a d) and k, v (b own, kv d) of this rank's tokens; o =. Keeps lse (b s, a / N), of its heads.
 static void ulysses_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
                             Tensor k, Tensor v, AttentionShape shape) {
     ContextParallel *c = context;
@@ -141,6 +143,7 @@ static Tensor zeros(Tensor like) {
     return t;
 }
 
+// dq, dk, dv =, with the shapes of q, k, v.
 static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
                              Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
                              AttentionShape shape) {

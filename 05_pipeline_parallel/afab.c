@@ -15,7 +15,9 @@
 //     makespan (m + p - 1) (F + B + W),  bubble (p - 1) (F + B + W), for every m: (p - 1) / m of the work.
 // Activations held: those of all m micro-batches. Messages sent: m activations by every rank but the last,
 // m gradients by every rank but the first.
-// Run: build/05_pipeline_parallel/schedule --schedule afab --stages 4 --micro-batches 4  (naive: 1)
+// Run: build/05_pipeline_parallel/afab
+//      build/05_pipeline_parallel/schedule --schedule afab --stages 4 --micro-batches 4  (naive: 1)
+// Last line: PASS afab: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
 Schedule schedule_afab(int p, int m) {

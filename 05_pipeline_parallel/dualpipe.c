@@ -4,8 +4,8 @@
 // Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So rank r
 // has two stages, r and p - 1 - r, the ranks together store two copies of the model, and each rank can run a
 // forward and a backward of different micro-batches together: the pair F+BW, in which one computes while the
-// other communicates. Before the optimizer step, gradients of the two copies are summed. (Small letters:
-// direction 1.)
+// other communicates (chapter 06's overlapped_experts.c; here one runs after the other). Before the optimizer
+// step, gradients of the two copies are summed. (Small letters: direction 1.)
 //
 //     rank 0  |F0-F1-F2-f4-b4-w4-f5-F3+d5----...f6+D0----d6----...f7+D1----d7----B2-W2-B3-W3-
 //     rank 1  |...F0-f4-F1-f5-F2-d4----f6+D0----F3+d5----f7+D1----d6----D2----...b7-B3-w7-W3-
@@ -18,7 +18,9 @@
 // p <= 8 it is (p/2 - 1) (F&B + F - 2W). Messages: as many as with 1F1B, of both kinds to both neighbours.
 // Held: p + 1 micro-batches on every rank, and weights twice; for any m, min(m, p + 1, n + 1 + k), where n
 // micro-batches enter at the nearer end, k ranks away.
-// Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
+// Run: build/05_pipeline_parallel/dualpipe
+//      build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
+// Last line: PASS dualpipe: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
 // A rank's progress. Chunk 0 is of the direction that enters at the nearer end.

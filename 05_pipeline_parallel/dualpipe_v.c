@@ -19,7 +19,9 @@
 // Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact for
 // F = B >= W, m >= 2p, as there. Fewer micro-batches are left out of the lists as there.
 // Held: p + 1/2 micro-batches of two stages, weights once. Messages: as with ZB-V.
-// Run: build/05_pipeline_parallel/schedule --schedule dualpipe_v --stages 4 --micro-batches 8
+// Run: build/05_pipeline_parallel/dualpipe_v
+//      build/05_pipeline_parallel/schedule --schedule dualpipe_v --stages 4 --micro-batches 8
+// Last line: PASS dualpipe_v: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
 Schedule schedule_dualpipe_v(int p, int m) {

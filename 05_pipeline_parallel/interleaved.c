@@ -17,7 +17,9 @@
 //
 // Bubble: (p - 1) (F + B + W) / v if group divides m. Messages sent: 2 m v by middle ranks, v times 1F1B's;
 // m (2 v - 1) by the first and the last. Held on rank r, in micro-batches of v stages: min(m, (a + 1) / v).
-// Run: build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
+// Run: build/05_pipeline_parallel/interleaved
+//      build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
+// Last line: PASS interleaved: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
 // The k-th forward of a rank; the k-th backward has the chunks reversed.

@@ -20,7 +20,9 @@
 // reaches rank 0 sooner: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
 // Messages: as many as AFAB's. But each rank now works in step with its neighbours, and waits for a round
 // trip of messages in every turn: if messages are slow, 1F1B is slower than AFAB.
-// Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 4  (--split)
+// Run: build/05_pipeline_parallel/one_f_one_b
+//      build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 4  (--split)
+// Last line: PASS one_f_one_b: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
 Schedule schedule_one_f_one_b(int p, int m, bool split) {

@@ -14,9 +14,9 @@
 // and each rank starts its own messages in this order. Take the first message that has not ended. Everything
 // that its sender and receiver wait for before they start it has ended, so both start it, and it ends.
 //
-// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses,
-// gradients and the step are those of one device to the last bit. Only where gradients of two copies of a
-// weight are summed (tied embeddings, DualPipe), that sum has another order.
+// Sums do not depend on the schedule if, as in this chapter's, W runs in the order of micro-batches on every
+// stage: losses, gradients and the step are those of one device to the last bit. Only where gradients of two
+// copies of a weight are summed (tied embeddings, DualPipe), that sum has another order.
 //
 // Sent per rank and micro-batch: n h elements for each stage whose neighbour is on another rank, each way.
 // Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
@@ -74,8 +74,8 @@ static void start_receives(Pipeline *p, Model *m, int until) {
     }
 }
 
-// The place in the order, from `first` on, of the first message that this rank's action sends when it ends,
-// at `end`, or else of the first message after that time.
+// Index, from `first` on, of the first message that is not before (end, rank) in the order: what the rank
+// itself sends at `end`, if it sends anything.
 int pipeline_messages_by(const Pipeline *p, int first, int rank, double end) {
     int i = first;
     while (i < p->messages &&

@@ -17,7 +17,9 @@
 //     m >=            bubble / (p - 1)           period / (p - 1)           held to W  held to B
 //     p       ZB-H1   max(F + max(0, B - W), B)  max(F + B - W, B)          p          p - r
 //     2p - 1  ZB-H2   max(F, F + B - 2W, B - F)  max(F + B - 2W, B - F, 0)  2p - 1     2 (p - r) - 1
-// Run: build/05_pipeline_parallel/schedule --schedule zb_h1 --stages 4 --micro-batches 7  (zb_h2)
+// Run: build/05_pipeline_parallel/zero_bubble
+//      build/05_pipeline_parallel/schedule --schedule zb_h1 --stages 4 --micro-batches 7  (zb_h2)
+// Last line: PASS zero_bubble: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
 // The bubble of ZB-H1 is (p - 1) (F + B - W) if W is the shortest pass. That of ZB-H2 is (p - 1) F if neither

@@ -9,8 +9,8 @@
 //                         otherwise the rank waits for that input
 //     memory is full:     W, which makes room
 //
-// Which habits are best depends on the times: several are tried, and the shortest step is kept. With p = 4,
-// m = 7 and a limit of 5, between ZB-H1 and ZB-H2:
+// Which heuristics are best depends on the times: several are tried, and the shortest step is kept. With p =
+// 4, m = 7 and a limit of 5, between ZB-H1 and ZB-H2:
 //
 //     rank 0  |F0-F1-F2-F3-F4-......B0-W0-F5-B1-W1-F6-B2-W2-B3-W3-B4-W4-B5-W5-B6-W6-...
 //     rank 1  |...F0-F1-F2-F3-F4-B0-W0-B1-W1-F5-B2-W2-F6-B3-W3-B4-W4-B5-W5-B6-W6-......
@@ -18,26 +18,28 @@
 //     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-W0-B4-F5-W1-B5-F6-B6-W2-W3-W4-W5-W6-
 //
 // Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 if they
-// fit, less with a hop, with B or W much longer than F, or with memory in between. A lower bound for any
-// order: the last rank waits for p - 1 forwards and hops; rank 0 waits for its first gradient until p F +
-// (p - 1) B + 2 (p - 1) hops are over, and has no more than `limit` Fs to run before it:
+// fit, and less with memory in between (limits of 4, 5, 6: 42, 34, 30 with the usual times). A lower bound
+// for any order: the last rank waits for p - 1 forwards and hops; rank 0 waits for its first gradient until
+// p F + (p - 1) B + 2 (p - 1) hops are over, and has no more than `limit` Fs to run before it:
 //
 //     bubble  >=  max((p - 1) (F + hop),  (p - 1) (F + B + 2 hop) - (limit - 1) F)
 //
 // In training every pass counts as 1 and the limit is p (pipeline_wish); `schedule` takes other times.
-// Run: build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
+// Run: build/05_pipeline_parallel/zero_bubble_auto
+//      build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
+// Last line: PASS zero_bubble_auto: stages on several ranks reproduce the single-device step …
 #include <math.h>
 #include <stdlib.h>
 
 #include "schedule.h"
 
 // What the choices above leave open. All combinations of a few values are tried.
-typedef struct Habits {
+typedef struct Heuristics {
     double lateness;  // how long the next input may wait for a W
     bool turns;       // F and B in turn; or B whenever there is one
     bool makes_room;  // W before B if memory is full and an F could begin
     int lead;         // before its first B rank r has p - r + lead forwards at most
-} Habits;
+} Heuristics;
 
 typedef struct Rank {
     int f, b, w;     // passes done
@@ -46,29 +48,29 @@ typedef struct Rank {
     double *f_end, *b_end;  // (m) of the passes done
 } Rank;
 
-typedef struct Play {
+typedef struct Simulation {
     Schedule *schedule;
     Durations d;
-    Habits habits;
+    Heuristics heuristics;
     int p, m, limit;
     Rank rank[RANKS_MOST];
-} Play;
+} Simulation;
 
 // When the input of the next F (or of the next B) is there; INFINITY: not known yet, or there is none.
-static double f_there(const Play *play, int r) {
-    const Rank *me = &play->rank[r];
-    if (me->f == play->m) return INFINITY;
+static double f_there(const Simulation *sim, int r) {
+    const Rank *me = &sim->rank[r];
+    if (me->f == sim->m) return INFINITY;
     if (r == 0) return 0;
     const Rank *before = me - 1;
-    return me->f < before->f ? before->f_end[me->f] + play->d.hop : INFINITY;
+    return me->f < before->f ? before->f_end[me->f] + sim->d.hop : INFINITY;
 }
 
-static double b_there(const Play *play, int r) {
-    const Rank *me = &play->rank[r];
+static double b_there(const Simulation *sim, int r) {
+    const Rank *me = &sim->rank[r];
     if (me->b == me->f) return INFINITY;
-    if (r == play->p - 1) return me->f_end[me->b];
+    if (r == sim->p - 1) return me->f_end[me->b];
     const Rank *after = me + 1;
-    return me->b < after->b ? after->b_end[me->b] + play->d.hop : INFINITY;
+    return me->b < after->b ? after->b_end[me->b] + sim->d.hop : INFINITY;
 }
 
 typedef struct Choice {
@@ -76,44 +78,44 @@ typedef struct Choice {
     double begin;  // INFINITY: nothing can begin yet
 } Choice;
 
-static Choice choose(const Play *play, int r) {
-    const Rank *me = &play->rank[r];
-    bool full = me->f - me->w == play->limit, waits = me->w < me->b;
-    if (full && waits && play->habits.makes_room && f_there(play, r) <= me->free)
+static Choice choose(const Simulation *sim, int r) {
+    const Rank *me = &sim->rank[r];
+    bool full = me->f - me->w == sim->limit, waits = me->w < me->b;
+    if (full && waits && sim->heuristics.makes_room && f_there(sim, r) <= me->free)
         return (Choice){PASS_W, me->free};
-    bool room = !full && (me->b > 0 || me->f < play->p - r + play->habits.lead);
-    double f = room ? f_there(play, r) : INFINITY, b = b_there(play, r), next = fmin(f, b);
-    bool f_first = f <= me->free && (b > me->free || (play->habits.turns && !me->last_is_f));
+    bool room = !full && (me->b > 0 || me->f < sim->p - r + sim->heuristics.lead);
+    double f = room ? f_there(sim, r) : INFINITY, b = b_there(sim, r), next = fmin(f, b);
+    bool f_first = f <= me->free && (b > me->free || (sim->heuristics.turns && !me->last_is_f));
     if (f_first) return (Choice){PASS_F, me->free};
     if (b <= me->free) return (Choice){PASS_B, me->free};
-    if (waits && me->free + play->d.W <= next + play->habits.lateness) return (Choice){PASS_W, me->free};
+    if (waits && me->free + sim->d.W <= next + sim->heuristics.lateness) return (Choice){PASS_W, me->free};
     return (Choice){b <= f ? PASS_B : PASS_F, next};
 }
 
-static void begin_pass(Play *play, int r, Choice choice) {
-    Rank *me = &play->rank[r];
-    double length = choice.kind == PASS_F ? play->d.F : choice.kind == PASS_B ? play->d.B : play->d.W;
+static void begin_pass(Simulation *sim, int r, Choice choice) {
+    Rank *me = &sim->rank[r];
+    double length = choice.kind == PASS_F ? sim->d.F : choice.kind == PASS_B ? sim->d.B : sim->d.W;
     int *count = choice.kind == PASS_F ? &me->f : choice.kind == PASS_B ? &me->b : &me->w;
     me->free = choice.begin + length;
     if (choice.kind == PASS_F) me->f_end[*count] = me->free;
     if (choice.kind == PASS_B) me->b_end[*count] = me->free;
     if (choice.kind != PASS_W) me->last_is_f = choice.kind == PASS_F;
-    schedule_add(play->schedule, r, choice.kind, r, (*count)++);
+    schedule_add(sim->schedule, r, choice.kind, r, (*count)++);
 }
 
 // The earliest decision first: all that it needs to know of other ranks is then decided.
-static void play_step(Play *play, double *ends) {
-    for (int r = 0; r < play->p; r++)
-        play->rank[r] = (Rank){.f_end = ends + 2 * r * play->m, .b_end = ends + (2 * r + 1) * play->m};
-    for (int passes = 0; passes < 3 * play->p * play->m; passes++) {
+static void simulate(Simulation *sim, double *ends) {
+    for (int r = 0; r < sim->p; r++)
+        sim->rank[r] = (Rank){.f_end = ends + 2 * r * sim->m, .b_end = ends + (2 * r + 1) * sim->m};
+    for (int passes = 0; passes < 3 * sim->p * sim->m; passes++) {
         int first = -1;
         Choice best = {PASS_F, INFINITY};
-        for (int r = 0; r < play->p; r++) {
-            Choice choice = choose(play, r);
+        for (int r = 0; r < sim->p; r++) {
+            Choice choice = choose(sim, r);
             if (choice.begin < best.begin) best = choice, first = r;
         }
         CHECK(first >= 0, "zb_auto: no rank can go on");
-        begin_pass(play, first, best);
+        begin_pass(sim, first, best);
     }
 }
 
@@ -123,7 +125,7 @@ typedef struct Best {
     double makespan, period;
 } Best;
 
-static void compete(Best *best, Schedule s, Durations d) {
+static void keep_better(Best *best, Schedule s, Durations d) {
     ScheduleTimes times = schedule_times(&s, d);
     bool tie = times.makespan == best->makespan, better = times.makespan < best->makespan;
     if (better || (tie && times.period < best->period)) {
@@ -143,17 +145,19 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
     const int lead[] = {0, p / 2, p};
     Best best = {.makespan = INFINITY};
     double *ends = host_alloc(sizeof(double) * 2 * (size_t)p * (size_t)m);
-    for (int habit = 0; habit < 5 * 3 * 2 * 2; habit++) {
+    for (int choice = 0; choice < 5 * 3 * 2 * 2; choice++) {
+        Heuristics heuristics = {.lateness = lateness[choice / 12] * d.W,
+                                 .lead = lead[choice / 4 % 3],
+                                 .makes_room = choice / 2 % 2 == 0,
+                                 .turns = choice % 2 == 0};
         Schedule s = schedule_new("zb_auto", p, m, p, 1);
-        Habits habits = {lateness[habit / 12] * d.W, habit % 2 == 0, habit / 2 % 2 == 0,
-                         lead[habit / 4 % 3]};
-        Play play = {&s, d, habits, p, m, limit, {{0}}};
-        play_step(&play, ends);
-        compete(&best, s, d);
+        Simulation sim = {&s, d, heuristics, p, m, limit, {{0}}};
+        simulate(&sim, ends);
+        keep_better(&best, s, d);
     }
     for (int level = 1; level <= 2; level++) {
         Schedule s = schedule_zero_bubble(p, m, level);
-        if (schedule_most(&s).held_to_w <= limit) compete(&best, s, d);
+        if (schedule_most(&s).held_to_w <= limit) keep_better(&best, s, d);
         else schedule_free(&s);
     }
     free(ends);

@@ -16,7 +16,9 @@
 // zero only if F = B = W, and only for a period. The comment on schedule_zero_bubble_v says why.
 // Held from F to W, in micro-batches of two stages: p; for m < 2p - 1 min(m, p, (m + 1 + r) / 2).
 // Messages: twice 1F1B's, but none at the turn.
-// Run: build/05_pipeline_parallel/schedule --schedule zb_v --stages 4 --micro-batches 7
+// Run: build/05_pipeline_parallel/zero_bubble_v
+//      build/05_pipeline_parallel/schedule --schedule zb_v --stages 4 --micro-batches 7
+// Last line: PASS zero_bubble_v: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
 // A rank's progress: how many passes of each kind it has had, for both chunks.

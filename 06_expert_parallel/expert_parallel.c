@@ -12,8 +12,9 @@
 //
 // A second all-to-all brings the experts' outputs back. Backward sends the gradients of outputs to the
 // experts, and the gradients of inputs back. An expert's gradient already covers the tokens of all ep ranks,
-// so it is summed only over the expert's dp cp tp / ep copies; every other gradient is summed over all of
-// dp x cp. None is divided: the loss already is, by the number of labels on all ranks.
+// so it is summed only over the expert's dp cp tp / ep copies; every other gradient is summed over all of dp
+// x cp (with --sp, over tp as well where its ranks store the weight whole). None is divided: the loss
+// already is, by the number of labels on all ranks.
 //
 // Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, and h elements for each
 // row that goes to another rank or came from one; backward the same, without counts.

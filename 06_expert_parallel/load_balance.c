@@ -8,14 +8,14 @@
 //                       choices that fell on expert i, and P_i the mean of its scores (softmax, or sigmoids
 //                       divided by their sum); the gradient flows through P_i alone
 //     --z-loss Z        adds Z times the mean of lse(logits)^2: keeps logits small, balances nothing itself
-//     --balance-bias U  each expert has a bias, which is added to its score only when experts are chosen;
-//                       after a step it goes up by U if the expert got fewer tokens than the mean, and down
-//                       by U if it got more. It adds no loss and has no gradient
+//     --balance-bias U  each expert has a bias, which is added to its logit (deepseek: sigmoid) only when
+//                       experts are chosen; after a step it goes up by U if the expert got fewer tokens than
+//                       the mean, and down by U if it got more. It adds no loss and has no gradient
 //
-// The auxiliary loss is taken for each sequence. Both losses are means over all sequences of the global
-// batch, so accumulation, data and expert parallelism do not change them. The bias counts the tokens of all
-// ranks, once for each micro-batch, even where recomputation routes twice. It is not a weight: checkpoints
-// do not hold it.
+// The auxiliary loss is taken for each sequence; the loss that is printed is the cross-entropy without
+// either. Both are means over all sequences of the global batch, so accumulation, data and expert
+// parallelism do not change them. The bias counts the tokens of all ranks, once for each micro-batch, even
+// where recomputation routes twice. It is not a weight: checkpoints do not hold it.
 //
 // Bytes sent per step: an all-reduce of L e counts in f64. Memory per rank: L e biases.
 // Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)

@@ -264,17 +264,6 @@ static int64_t ranks_in_node(const Config *c) {
     return c->ep < ranks ? c->ep : ranks;
 }
 
-// The ranks of ep in this node; or those with this rank's place in every node.
-static Group part_of(Group ep, int ranks, bool inside) {
-    int count = inside ? ranks : ep.size / ranks, member[count];
-    if (ep.size == 1) return ep;
-    for (int i = 0; i < count; i++)
-        member[i] =
-            inside ? ep.member[ep.rank / ranks * ranks + i] : ep.member[ep.rank % ranks + i * ranks];
-    return inside ? comm_group("ep inside", LINE_EP, member, count)
-                  : comm_group("ep across", LINE_EP_ACROSS, member, count);
-}
-
 static void shard(Model *m) { expert_parallel.shard(m); }
 
 static void *plug(Model *m) {
@@ -282,8 +271,8 @@ static void *plug(Model *m) {
     Moe *moe = m->sockets.mlp.context;
     int ranks = (int)ranks_in_node(&m->config);
     *l = (NodeLimited){.plain = expert_parallel.plug(m)};
-    l->inside = (ExpertParallel){.moe = moe, .ep = part_of(m->mesh.ep, ranks, true)};
-    l->across = part_of(m->mesh.ep, ranks, false);
+    l->inside = (ExpertParallel){.moe = moe, .ep = mesh_inside(m->mesh.ep, ranks, "ep inside", LINE_EP)};
+    l->across = mesh_across(m->mesh.ep, ranks, "ep across", LINE_EP_ACROSS);
     l->dispatch = moe->dispatch;
     moe->dispatch = (Dispatch){l, to_experts, combine, combine_backward, to_experts_backward, drop};
     return l;

@@ -8,9 +8,9 @@
 //     compute   |attn a|attn b|experts a|experts b|attn a|attn b|          a, b: micro-batches
 //     network          |disp a|disp b   |comb a   |comb b|disp a|
 //
-// The B of one micro-batch runs beside the F of the next but one (F&B in the paper), since two forwards have
-// too little compute to hide each other's all-to-alls; only the first two F, and the last two B, run
-// together. In a pipeline the two are DualPipe's pairs, the F of one micro-batch beside the BW of another.
+// The BW of one micro-batch runs beside the F of the next but one (F&B in the paper), since two forwards have
+// too little compute to hide each other's all-to-alls; only the first two F, and the last two BW, run
+// together. In a pipeline the two are DualPipe's pairs.
 // Each weight's gradient is summed in the same order as without overlap: no bit changes. Passes yield before
 // they wait, and before, amid or after computing. Neither a clock nor a count of rows decides which one runs
 // next, so all ranks switch at the same calls.
@@ -20,11 +20,12 @@
 // Last line: PASS overlapped_experts: two micro-batches in flight change no bit …
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include "expert_parallel.h"
 
-enum { STACK = 8 << 20 };  // bytes; the system maps only the pages that are touched
+enum { STACK = 8 << 20, GUARD = 1 << 16 };  // bytes; the system maps only the pages that are touched
 
 typedef struct Work {
     void (*run)(void *context, int which);
@@ -36,8 +37,8 @@ typedef struct Overlap {
     char *stack[2];
     Work work;
     bool running, done[2], waiting[2];
-    Moment waits[2];  // for what, a pass that is waiting,
-    int passed[2];    // and moments of the other one's computing since
+    Moment waits[2];  // what a waiting pass waits for
+    int passed[2];    // moments that the other one has computed since
     int now;          // the pass that runs
     Sockets before;
 } Overlap;
@@ -55,7 +56,8 @@ static int length_of(Moment wait) {
     return wait == WAITS_FOR_COUNTS ? 0 : wait == WAITS_INSIDE || wait == WAITS_INSIDE_TO_COMPUTE ? 1 : 2;
 }
 
-// Where a pass would wait, the other one runs, unless that waits for something longer that has hardly begun.
+// A pass that must wait gives way, unless the other is itself waiting for a longer all-to-all that has hardly
+// begun.
 // While a pass computes, it lets the other one send again: at once if that waits for counts, and in the
 // middle of a stretch of compute if for rows from inside the node; the other then waits, and this one
 // continues. This depends on no clock, so all ranks switch at the same calls.
@@ -87,6 +89,13 @@ static void begin_pass(unsigned low, unsigned high) {
     o->done[me] = true;
     o->now = 1 - me;
     setcontext(o->done[1 - me] ? &o->caller : &o->pass[1 - me]);
+}
+
+// Its lowest part is closed: a stack that grows into it ends the process, and overwrites nothing.
+static char *stack_new(void) {
+    char *stack = mmap(NULL, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(stack != MAP_FAILED && mprotect(stack, GUARD, PROT_NONE) == 0, "no memory for a coroutine's stack");
+    return stack;
 }
 
 static void prepare(Overlap *o, int pass) {
@@ -227,7 +236,7 @@ static void attention_again(void *context, const MicroBatch *micro, AttentionKep
 static void *plug(Model *m) {
     Overlap *o = host_alloc(sizeof *o);
     *o = (Overlap){.running = false};
-    for (int i = 0; i < 2; i++) o->stack[i] = host_alloc(STACK);
+    for (int i = 0; i < 2; i++) o->stack[i] = stack_new();
     Moe *routed = m->sockets.mlp.context;
     routed->at = at;
     routed->at_context = o;
@@ -251,7 +260,7 @@ static void *plug(Model *m) {
 static void unplug(Model *m, void *context) {
     (void)m;
     Overlap *o = context;
-    for (int i = 0; i < 2; i++) free(o->stack[i]);
+    for (int i = 0; i < 2; i++) munmap(o->stack[i], STACK);
     free(o);
 }
 

@@ -10,8 +10,8 @@
 // With --capacity C an expert has room for ceil(C s k / e) rows of each sequence of s tokens, and takes the
 // first of the sequence. Pairs beyond that are dropped: their rows come after all others, are not computed,
 // and count as zero. The weights of the token's other experts stay as they are; if all its experts drop a
-// token, only the residual carries it on. Each sequence is treated by itself, so accumulation, data and
-// expert parallelism do not change which pairs are dropped.
+// token, only the residual, and a shared expert, carry it on. Each sequence is treated by itself, so
+// accumulation, data and expert parallelism do not change which pairs are dropped.
 //
 // Bytes sent: none. This file has no main: moe.c and the dispatches call it.
 #include <math.h>

@@ -188,6 +188,24 @@ Mesh mesh_new(MeshShape s) {
     return mesh;
 }
 
+// `count` members of the group, from the first on, each `stride` after the one before.
+static Group every(Group group, int first, int stride, int count, const char *name, Line line) {
+    if (group.size == 1) return group;
+    int *members = host_alloc(sizeof *members * (size_t)count);
+    for (int i = 0; i < count; i++) members[i] = group.member[first + i * stride];
+    Group part = comm_group(name, line, members, count);
+    free(members);
+    return part;
+}
+
+Group mesh_inside(Group group, int k, const char *name, Line line) {
+    return every(group, group.rank / k * k, 1, k, name, line);
+}
+
+Group mesh_across(Group group, int k, const char *name, Line line) {
+    return every(group, group.rank % k, k, group.size / k, name, line);
+}
+
 // "4 ranks on vm", "8 ranks on 2 hosts: a (4), b (4)"
 static void print_hosts(void) {
     int ranks = comm_ranks(), hosts = 0, here = 0;

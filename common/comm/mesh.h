@@ -66,6 +66,11 @@ Mesh mesh_standing_for_all(MeshShape shape);
 void mesh_end(Mesh *mesh);
 void mesh_check(MeshShape shape, int ranks);  // fatal as mesh_new, which calls it; not collective
 Group *mesh_group(Mesh *mesh, MeshAxis axis);
+// A group's ranks in runs of k neighbours, as nodes have them: this rank's run, and the ranks that have this
+// rank's place in every run. k divides the group's size. Collective, as comm_group; a group of one stays as
+// it is.
+Group mesh_inside(Group group, int k, const char *name, Line line);
+Group mesh_across(Group group, int k, const char *name, Line line);
 // Prints header lines: ranks, hosts, the degrees, and the members of each axis larger than one.
 void mesh_print(const Mesh *mesh, MeshShape shape);
 
