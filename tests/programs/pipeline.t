@@ -55,7 +55,7 @@ fi
 
 # In the page's figures, a pipeline loses less of its throughput per GPU from one node to two than tensor
 # parallelism does.
-across='^From one node|GPUs, ms|^  (pp|tp), m|the bubble alone'
+across='^From one node|GPUs, ms|^  (pp|tp), m'
 small="--ranks 16 --layers 16 --steps 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 8 --seq 4 --micro-batch 1"
 if wanted "from one node to two"; then
     run "$build/one_f_one_b" $small && grep -q '^PASS' "$out" &&
