@@ -174,8 +174,8 @@ typedef struct NodeBytes {
     double inside, across;  // bytes of rank 0 in a step
 } NodeBytes;
 
-// Each part counts as sent to every other rank, N - K of which are in other nodes. (In a ring, which the clock
-// charges, the last rank of each node sends across, 1 / K of all bytes.)
+// Each part counts as sent to every other rank, N - K of which are in other nodes. (In the ring that the
+// clock charges, the last rank of each node sends across, 1 / K of all bytes.)
 static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
     double all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden) + (double)c->hidden;

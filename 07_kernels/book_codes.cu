@@ -13,15 +13,6 @@ namespace hopper_fp8 {
 
 static cudaStream_t stream() { return static_cast<cudaStream_t>(device_stream()); }
 
-// Whether this GPU runs code for sm_90a, and this build has some: the code for other GPUs traps.
-__global__ void find_hopper(int *found) {
-#if defined __CUDACC__ && !defined __CUDA_ARCH_FEAT_SM90_ALL
-    *found = 0;
-#else
-    *found = 1;
-#endif
-}
-
 static bool has_hopper() {
     static int has = -1;
     if (has >= 0) return has;

@@ -154,7 +154,7 @@ __device__ static inline void add_dq(float *sums, const float (&share)[32], bool
 #pragma unroll
     for (int i = 0; i < 32; i++)
         if (first) sums[i * 32] = share[i];
-        else atomicAdd(&sums[i * 32], share[i]);
+        else add_without_reading(&sums[i * 32], share[i]);
 }
 
 // The last one to add: rows of dq (=) scale times all. query0: of the warp.

@@ -188,6 +188,16 @@ static inline int multiprocessors(void) {
     return count;
 }
 
+// Whether this GPU runs code for sm_90a, and this build has some: the code for other GPUs traps at TMA and
+// wgmma.
+__global__ static void find_hopper(int *found) {
+#if defined __CUDACC__ && !defined __CUDA_ARCH_FEAT_SM90_ALL
+    *found = 0;
+#else
+    *found = 1;
+#endif
+}
+
 // The program `name` uses instructions that the H100 introduced.
 static inline void need_hopper(const KernelsOptions *options, const char *name) {
     CHECK(options->gpu == 1, "--gpu a100 has neither TMA nor wgmma, of which %s is made: h100 has them",
@@ -197,6 +207,10 @@ static inline void need_hopper(const KernelsOptions *options, const char *name) 
     CHECK(device.major == 9,
           "%s needs TMA and wgmma of compute capability 9.0 (H100, H200), which this %s of %d.%d lacks",
           name, device.name, device.major, device.minor);
+    Array<int> found(1);
+    LAUNCH(find_hopper, 1, 1, 0, 0, found.at);
+    CHECK(found.host()[0], "%s needs code for sm_90a, which this build lacks: CUDA_ARCH=90a would make it",
+          name);
 }
 
 #endif

@@ -53,7 +53,7 @@ extern "C" {
 void comm_start(int argc, char **argv, int natural);
 // Last call of main: waits for all ranks and returns the largest of their exit statuses, the same on each.
 // A program that returns from main or calls exit() without it behaves as if it had called it with that
-// status.
+// status, except over NCCL: the CUDA runtime may end before that, so there the call must be made.
 int comm_finish(int status);
 int comm_ranks(void);  // 1 without comm_start
 int comm_rank(void);

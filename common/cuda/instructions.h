@@ -98,6 +98,12 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// *address += x, atomically, and no old value comes back (red). Whether ptxas makes that of an atomicAdd
+// whose result nobody reads depends on the kernel.
+__device__ __forceinline__ void add_without_reading(float *address, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(x) : "memory");
+}
+
 #else
 
 void cuda_mma(float *d, const uint32_t *a, const uint32_t *b, float (*widen)(uint16_t), const char *file,
@@ -128,6 +134,7 @@ template <int PENDING>
 __forceinline__ void cp_async_wait() {
     cuda_cp_async_wait(PENDING);
 }
+static __forceinline__ void add_without_reading(float *address, float x) { atomicAdd(address, x); }
 
 #endif
 #endif

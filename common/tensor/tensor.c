@@ -89,7 +89,10 @@ void *device_alloc(MemoryKind kind, size_t bytes) {
     if (!dry_run && bytes <= (size_t)most) room = room_for(bytes);
     bool fits = bytes <= (size_t)most && (int64_t)bytes <= room;
     void *memory = fits && !dry_run ? backend_alloc(bytes) : NULL;
-    if (!fits || (!dry_run && !memory)) out_of_memory(kind, bytes, room);
+    if (!fits) out_of_memory(kind, bytes, room);
+    CHECK(dry_run || memory,
+          "out of device memory: %s more for %s were refused, although the tensors leave %s; held now: %s",
+          bytes_text((double)bytes), memory_kind_name(kind), bytes_text((double)room), memory_text());
     account_change(kind, (int64_t)bytes, memory);
     if (guard.on) guard_name(memory, memory_kind_name(kind));
     return memory;
