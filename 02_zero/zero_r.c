@@ -212,10 +212,11 @@ static void checkpoints(const Config *config, Group tp) {
         check_way(&way[i], &way[WHOLE], config, tp);
     }
     print_ways(way, WAYS, config, tp);
-    const Heap *heap = &way[CONTIGUOUS].heap;
-    report_that(heap->end - heap->most_live <= heap->end / 100 + HEAP_ALIGNMENT,  // small tensors round up
-                "with checkpoints in one tensor, %ld of the heap's %ld bytes are in holes",
-                heap->end - heap->most_live, heap->end);
+    // First fit leaves a few holes within a block as well, more of them if attention is wider than the rest.
+    const Heap *heap = &way[CONTIGUOUS].heap, *apart = &way[SHARDED].heap;
+    const int64_t holes = heap->end - heap->most_live, few = (apart->end - apart->most_live) / 10;
+    report_that(holes <= few || holes <= heap->end / 100 + HEAP_ALIGNMENT,  // small tensors round up
+                "with checkpoints in one tensor, %ld of the heap's %ld bytes are in holes", holes, heap->end);
     for (int i = 0; i < WAYS; i++) {
         record_free(&way[i].record);
         heap_free(&way[i].heap);

@@ -345,6 +345,12 @@ void base_start(int argc, char **argv) {
     mallopt(M_TRIM_THRESHOLD, -1);
     setvbuf(stdout, NULL, _IOLBF, 0);  // a log shows lines as they come
     if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads(host_cores(omp_get_max_threads()));
+    // OpenBLAS waits for as many threads as it has asked for, so OpenMP must not start fewer. Beyond 1,024
+    // it crashes.
+    omp_set_dynamic(0);
+    int most = omp_get_max_active_levels() > 0 ? omp_get_thread_limit() : 1;
+    if (most > 1024) most = 1024;
+    if (omp_get_max_threads() > most) omp_set_num_threads(most);
 }
 
 const char *base_blas_name(void) {

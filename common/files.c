@@ -167,9 +167,9 @@ static void remember(const uint8_t *bytes, size_t size, const char *path) {
 }
 
 static const char *fault(const char *format, const char *path, const char *why) {
-    static char sentence[512];
-    snprintf(sentence, sizeof sentence, format, path, why);
-    return sentence;
+    static char *sentence;  // a path may be of any length
+    free(sentence);
+    return sentence = format_text(format, path, why);
 }
 
 // The descriptor of a regular file, or -1 and the sentence in *wrong.

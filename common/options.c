@@ -2,9 +2,11 @@
 // are derived from it, so they cannot contradict each other.
 #include <ctype.h>
 #include <errno.h>
+#include <libgen.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "base.h"
 #include "files.h"
@@ -220,6 +222,21 @@ static void check_table(const Option *table, int count) {
     }
 }
 
+static bool same_inode(const char *a, const char *b) {
+    struct stat one, other;
+    return stat(a, &one) == 0 && stat(b, &other) == 0 && one.st_dev == other.st_dev &&
+           one.st_ino == other.st_ino;
+}
+
+// Whether both paths lead to the same file, or would if it existed.
+static bool same_file(const char *a, const char *b) {
+    if (!strcmp(a, b) || same_inode(a, b)) return true;
+    char *folder = format_text("%s", a), *other = format_text("%s", b);
+    bool same = !strcmp(basename(folder), basename(other)) && same_inode(dirname(folder), dirname(other));
+    free(folder), free(other);
+    return same;
+}
+
 void options_parse(int argc, char **argv, const char *purpose, Option *table, int count) {
     check_table(table, count);
     for (int i = 0; i < count; i++) {
@@ -261,11 +278,16 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
     for (int i = 0; i < count; i++) {
         if (table[i].type != OPTION_OUTPUT || !table[i].given) continue;
         const char *path = *(const char **)table[i].target;
-        for (int j = 0; j < i; j++)
-            CHECK(table[j].type != OPTION_OUTPUT || !table[j].given || !strncmp(path, "/dev/", 5) ||
-                      strcmp(path, *(const char **)table[j].target) != 0,
+        for (int j = 0; j < count && strncmp(path, "/dev/", 5); j++) {
+            const bool reads = table[j].type == OPTION_TEXT;
+            const bool writes = table[j].type == OPTION_OUTPUT && table[j].given && j < i;
+            const char *other = reads || writes ? *(const char **)table[j].target : NULL;
+            CHECK(!other || !writes || !same_file(path, other),
                   "--%s and --%s would write the same file, %s: give each its own", table[j].name,
                   table[i].name, path);
+            CHECK(!other || !reads || !same_file(path, other), "--%s would overwrite %s, which --%s reads",
+                  table[i].name, path, table[j].name);
+        }
         char *flag = format_text("--%s", table[i].name);
         output_check(flag, path);
         free(flag);

@@ -312,6 +312,10 @@ void comm_start(int argc, char **argv, int natural) {
     comm.alone = !control_launched() && ranks == 1;
     if (comm.alone) return;
     if (!control_launched()) {
+        static const double LEAST = 8 << 20;  // bytes of a rank's own, mostly Open MPI's
+        CHECK(ranks * LEAST <= host_memory_left(),
+              "--ranks %d does not fit: a rank takes %s of memory or more, and %s are left", ranks,
+              bytes_text(LEAST), bytes_text(host_memory_left()));
         char threads[16];
         int share = host_cores(omp_get_num_procs()) / ranks;
         snprintf(threads, sizeof threads, "%d", share > 1 ? share : 1);

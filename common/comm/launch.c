@@ -1,6 +1,6 @@
 // launch.c: the parent of mpirun. It makes up for several faults: mpirun answers every signal with status
 // 1, which is the status of a failed check; being quiet, it says nothing about ranks that die before they
-// have met; when it or this parent is killed, the memory that its ranks shared remains; and if a rank dies
+// have met, nor about output that a full disk does not take; when it or this parent is killed, the memory that its ranks shared remains; and if a rank dies
 // in the first moments of a start, it may wait for ever for children that it does not have. A user who
 // starts mpirun by hand has only --timeout SECONDS against that.
 #include "launch.h"
@@ -27,6 +27,7 @@
 static volatile sig_atomic_t ended_by, spoken;
 static volatile pid_t mpirun;
 static bool hung, own_group;
+static bool lost;  // output that could not be written
 static char shared[64];  // the run's folder in /dev/shm; "" without one
 
 // A signal from a terminal also reaches mpirun, unless that has a process group of its own; one from
@@ -183,6 +184,27 @@ static bool pass_on(int pipe) {
     return true;
 }
 
+// Whether stdout is a file, or a device other than a terminal. A pipe's reader and a terminal are left to
+// mpirun: the ranks watch whether a reader leaves, and ask for the terminal's width.
+static bool writes_to_file(void) {
+    struct stat status;
+    if (fstat(STDOUT_FILENO, &status) != 0) return false;
+    return S_ISREG(status.st_mode) || (S_ISCHR(status.st_mode) && !isatty(STDOUT_FILENO));
+}
+
+// Writes all that has come to stdout; false at the end of the pipe.
+static bool write_out(int pipe) {
+    char text[CHUNK];
+    for (ssize_t got; (got = read(pipe, text, sizeof text)) >= 0 || errno == EINTR;) {
+        if (got == 0) return false;
+        for (ssize_t done = 0, written; done < got && !lost; done += written > 0 ? written : 0) {
+            written = write(STDOUT_FILENO, text + done, (size_t)(got - done));
+            lost = written < 0 && errno != EINTR;
+        }
+    }
+    return true;
+}
+
 // Whether mpirun has ranks that run; true if that cannot be found out.
 static bool has_ranks(void) {
     char path[64];
@@ -205,25 +227,28 @@ static bool output_flows(void) {
 // Returns mpirun's status, as from waitpid. If a rank dies in the first moments of a start, mpirun (Open
 // MPI 4.1.4) may hang: so it is ended if all its ranks have ended for a while and its output is not
 // blocked.
-static int wait_for_end(int words) {
+static int wait_for_end(int words, int output) {
     enum { PATIENCE = 5, LOOKS = 10 };  // seconds; looks in each
     bool had = false;
-    struct pollfd come = {.fd = words, .events = POLLIN};
+    struct pollfd come[] = {{.fd = words, .events = POLLIN}, {.fd = output, .events = POLLIN}};
     for (int without = 0, status;;) {
         bool ended = waitpid(mpirun, &status, WNOHANG) == mpirun;
-        if (come.fd >= 0 && !pass_on(words)) come.fd = -1;
+        if (come[0].fd >= 0 && !pass_on(words)) come[0].fd = -1;
+        if (come[1].fd >= 0 && !write_out(output)) come[1].fd = -1;
         if (ended) return mpirun = 0, status;  // its process id may soon be reused
         bool some = has_ranks();
         had = had || some;
         without = had && !some && output_flows() ? without + 1 : 0;
         if (without == PATIENCE * LOOKS) hung = kill(mpirun, SIGKILL) == 0;
-        poll(&come, 1, 1000 / LOOKS);
+        poll(come, 2, 1000 / LOOKS);
     }
 }
 
-// Ranks announce their verdict (launcher_hears): without that, a status like a verdict's is mpirun's own.
+static bool is_of_signal(int status) { return status > 128 && status < 128 + NSIG; }
+
+// Ranks announce their verdict (launcher_hears): without that, a status is mpirun's own.
 static bool nobodys_verdict(int status) {
-    return !spoken && (status == STATUS_FAIL || status == STATUS_UNPROVEN);
+    return !spoken && status != STATUS_PASS && !is_of_signal(status);
 }
 
 // What a rank says goes through mpirun, and may be lost if mpirun dies.
@@ -233,7 +258,7 @@ static void say_what_nobody_said(int status, bool mpirun_itself) {
         fprintf(stderr, "%s: a rank died while they started, and mpirun waited in vain for its end\n",
                 base_program());
     if (status == STATUS_USAGE || status == STATUS_UNREAD) return;
-    bool by_signal = status > 128 && status < 128 + NSIG;
+    bool by_signal = is_of_signal(status);
     if (!by_signal) fputs(said.own, stderr);
     if (by_signal)
         fprintf(stderr, "%s: %s was ended by signal %d (%s), and the %s with it\n", base_program(),
@@ -259,10 +284,12 @@ static int ends_that_count(int ends[ENDS]) {
 }
 
 int launch(char *const *words) {
-    int report[2], errors[2], error = 0;
+    int report[2], errors[2], output[2] = {-1, -1}, error = 0;
     char number[16];
     if (pipe2(report, O_CLOEXEC) < 0 || pipe2(errors, O_CLOEXEC) < 0) return errno;
+    if (writes_to_file() && pipe2(output, O_CLOEXEC) < 0) return errno;
     fcntl(errors[0], F_SETFL, O_NONBLOCK);
+    fcntl(output[0], F_SETFL, O_NONBLOCK);
     snprintf(number, sizeof number, "%d", (int)getpid());
     setenv(LAUNCHER, number, 1);
     setenv("OMPI_MCA_orte_execute_quiet", "1", 0);
@@ -286,6 +313,7 @@ int launch(char *const *words) {
         for (int i = 0; i < count; i++) signal(ends[i], SIG_DFL);
         signal(SIGUSR1, SIG_DFL);
         dup2(errors[1], STDERR_FILENO);
+        if (output[1] >= 0) dup2(output[1], STDOUT_FILENO);
         // No program reads its input; mpirun would, and take away what a surrounding shell loop reads.
         close(STDIN_FILENO);
         open("/dev/null", O_RDONLY);
@@ -300,6 +328,7 @@ int launch(char *const *words) {
     if (child < 0) error = errno;
     close(report[1]);
     close(errors[1]);
+    if (output[1] >= 0) close(output[1]);
     bool started = child > 0 && read(report[0], &error, sizeof error) <= 0;
     close(report[0]);
     if (!started) {
@@ -307,7 +336,7 @@ int launch(char *const *words) {
         if (*shared) clear_folder(shared);
         return error;
     }
-    int end_status = wait_for_end(errors[0]);
+    int end_status = wait_for_end(errors[0], output[0]);
     int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
     if (WIFSIGNALED(end_status)) usleep(200000);  // the ranks end with it, but slightly later
     if (*shared) clear_folder(shared);
@@ -316,5 +345,9 @@ int launch(char *const *words) {
     if (hung || fell) status = STATUS_USAGE;
     say_what_nobody_said(status, WIFSIGNALED(end_status));
     if (nobodys_verdict(status)) status = STATUS_USAGE;  // mpirun's own, when a rank crashes as it starts
+    if (lost && !ended_by) {
+        fprintf(stderr, "%s: stdout could not be written whole: is the disk full?\n", base_program());
+        status = STATUS_USAGE;
+    }
     _exit(ended_by ? 128 + ended_by : status);
 }

@@ -25,7 +25,7 @@ Difference difference_above(const char *what, const double *x, const double *y, 
     if (isnan(maximum)) return (Difference){what, NAN, NAN, NAN};
     double against = sqrt(yy) > least ? sqrt(yy) : least;
     double relative = maximum == 0 ? 0 : sqrt(squares) / against;
-    return (Difference){what, relative, maximum, maximum == 0 ? 1 : xy / yy};
+    return (Difference){what, relative, maximum, maximum == 0 ? 1 : yy > 0 ? xy / yy : INFINITY};
 }
 
 Difference difference(const char *what, const double *x, const double *y, int64_t count) {

@@ -209,7 +209,12 @@ static inline float exp_f32(float x) {
 #else
 #define TILES 0
 typedef enum Bf16Way { WIDENED, BY_PAIRS, BY_AMX } Bf16Way;
-static Bf16Way way_of(DType dtype) { return (void)dtype, WIDENED; }
+static Bf16Way way_of(DType dtype) {
+    const char *wanted = dtype == BF16 ? getenv("ULTRASCALE_BF16") : NULL;
+    CHECK(!wanted || !*wanted || !strcmp(wanted, "f32"),
+          "ULTRASCALE_BF16 is %s, which needs AVX-512; f32 would fit", wanted);
+    return WIDENED;
+}
 #endif
 
 // ---- the same code for f32 and f64 ----

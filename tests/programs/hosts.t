@@ -34,7 +34,7 @@ cat >"$work/agent" <<AGENT
 #!/bin/bash
 host=\$1 && shift
 exec ip netns exec $id-\${host#host} unshare -u -m --propagation private bash -c '
-    hostname \$0 && mount --bind $work/hosts /etc/hosts && exec bash -c "\$*"' \$host "\$@"
+    hostname \$0 && mount --bind $work/hosts /etc/hosts && mount -t tmpfs none /dev/shm && exec bash -c "\$*"' \$host "\$@"
 AGENT
 chmod +x "$work/agent"
 

@@ -85,4 +85,9 @@ for scenario in kind killed late; do
     report $? "$scenario: $(tail -n 1 "$err")"
 done
 
+# Ranks that died before they had met have left their memory behind.
+for left in /dev/shm/nccl-on-cpu-*; do
+    maker=${left#*cpu-}
+    [ ! -e "$left" ] || kill -0 "${maker%-*}" 2>/dev/null || rm -f "$left"
+done
 finish

@@ -111,4 +111,18 @@ report $? "no color where NO_COLOR asks for none"
 timeout 60 "$naive" --ranks 4 --steps 1000000 2>"$err" | head -n 1 >"$out"
 [ ${PIPESTATUS[0]} = 141 ] && [ ! -s "$err" ] && [ "$(wc -l <"$out")" = 1 ]
 report $? "output that nobody reads any more ends all ranks at once, without a word"
+: >"$out"
+timeout 60 "$naive" --ranks 2 --layers 1 --steps 1 >/dev/full 2>"$err"
+one_line $? -F "ddp_naive: stdout could not be written whole: is the disk full?"
+report $? "a disk that is full when ranks print"
+
+# ---- files that would overwrite each other ----
+
+echo 'a text' >"$work/text"
+refused "--json would overwrite $work/./text, which --data reads" 01_data_parallel/ddp_naive --ranks 2 \
+    --data "$work/text" --json "$work/./text"
+grep -qx 'a text' "$work/text"
+report $? "the text is still there"
+refused "--trace and --json would write the same file" 01_data_parallel/ddp_naive --ranks 2 \
+    --trace "$work/one" --json "$work/./one"
 finish

@@ -22,6 +22,16 @@ if wanted "one thread" && unshare -m --propagation private true 2>/dev/null; the
     [ $? = 0 ] && grep -qE '^OpenBLAS .*, 1 thread(,|$)' "$out"
     report $? "one thread has the time of one core"
 fi
+# OpenBLAS would wait for the others for ever.
+OMP_NUM_THREADS=2 OMP_THREAD_LIMIT=1 runs "fewer threads than asked for" '^OpenBLAS .*, 1 thread(,|$)' \
+    $small --steps 1
+OMP_NUM_THREADS=2 OMP_MAX_ACTIVE_LEVELS=0 runs "no parallel regions" '^OpenBLAS .*, 1 thread(,|$)' $small \
+    --steps 1
+if wanted "ULTRASCALE_BF16"; then
+    ULTRASCALE_BF16=tf32 run "$train" $small --steps 1 --dtype bf16
+    one_line $? -F "ULTRASCALE_BF16 is tf32"
+    report $? "ULTRASCALE_BF16 names a way that does not exist"
+fi
 runs "trains in bf16" '^PASS' $small --steps 40 --dtype bf16
 grep -qE '^matrix multiply in bf16, (128|256|512) x \1: [0-9.]+ .?FLOP/s$' "$out"
 report $? "trains in bf16, beside what its device multiplies in bf16, which takes no longer than the run"

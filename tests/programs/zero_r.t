@@ -8,7 +8,7 @@ verdict='.*1[01] counts as predicted' # one rank alone sends nothing, and has on
 small="--layers 2 --steps 2 --vocab 600"
 
 passes "as it stands" zero_r
-awk '/most held/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 }
+awk '/their bytes/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 }
     END { exit !(n == 3 && hole[1] > 20 && hole[3] < 1) }' "$out"
 report $? "and a fifth of the heap, or more, is in holes where checkpoints stand anywhere"
 for ranks in 1 2 3 6; do passes "$ranks ranks" zero_r $small --ranks $ranks; done
@@ -19,6 +19,7 @@ passes "backward leaves no hole, uneven checkpoints" zero_r --ranks 4 --layers 3
     --heads 3 --kv-heads 1 --micro-batch 1 --steps 1
 passes "few tokens: tensors of a few bytes take 64 each" zero_r --ranks 2 --layers 1 --hidden 24 \
     --heads 2 --kv-heads 1 --ffn 13 --vocab 256 --seq 3 --micro-batch 1 --steps 1 --dtype bf16
+passes "heads wider than the model" zero_r --ranks 2 --head-size 16
 passes "a buffer of a single element" zero_r --ranks 2 --layers 1 --hidden 8 --heads 2 --kv-heads 1 \
     --ffn 5 --vocab 300 --seq 5 --steps 1 \
     --buffer-bytes 15

@@ -23,6 +23,7 @@ static void a_difference_has_exact_figures(void **context) {
     d = difference("equal", y, y, 3);
     assert_true(d.relative == 0 && d.maximum == 0 && d.scale == 1);
     assert_true(isinf(difference("against zero", y, zero, 3).relative));
+    assert_true(isinf(difference("against zero", y, zero, 3).scale));
     assert_true(difference("both zero", zero, zero, 3).relative == 0);
     assert_true(isnan(difference("nan", (double[]){1, NAN, 2}, y, 3).maximum));
 }
