@@ -285,9 +285,9 @@ int main(int argc, char **argv) {
     say("%s", backend_text());
     memory_is_the_account(l6);  // first: later cases would have raised the process's peak already
     multiply();
-    training("L6-h384", l6, 15, 0.86, script, 1.4);
+    training("L6-h384", l6, 12, 0.86, script, 1.4);
     training("L12-h768", l12, 30, 0.9, script, 1.3);
-    bf16_beside_f32("train-bf16-L6-h384", l6, 8, 1.4);
+    bf16_beside_f32("train-bf16-L6-h384", l6, 6, 1.4);
     growth();
     return 0;
 }

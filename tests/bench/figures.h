@@ -41,11 +41,10 @@ static inline void warm_up(Trainer *t) {
 
 // ---- how many pairs a row takes ----
 //
-// At least LEAST_PAIRS. Then a row ends as soon as its median is known to 1 %, or its seconds have passed:
-// a faster machine measures more pairs in the same time. The rule depends on the spread and on the clock,
-// not on the target, and so favors neither verdict.
-
-enum { LEAST_PAIRS = 5, MOST_PAIRS = 64 };
+// A row ends as soon as it has LEAST_PAIRS and its median is known to 1 %, or its seconds have passed and it
+// has FEWEST_PAIRS: a faster machine measures more pairs in the same time. The rule depends on the spread
+// and on the clock, not on the target, and so favors neither verdict.
+enum { FEWEST_PAIRS = 3, LEAST_PAIRS = 5, MOST_PAIRS = 64 };
 
 // Half the width of the 95 % confidence interval of the median, as a share of it: 1.96 standard errors, each
 // 1.25 standard deviations over the root of the count; the quartiles are 1.35 standard deviations apart. The
@@ -60,8 +59,9 @@ static inline double median_error(const double *values, int count) {
 
 // Whether these ratios are enough, `passed` seconds after the first measurement began.
 static inline bool measured(const double *ratios, int pairs, double passed, double seconds) {
-    if (pairs < LEAST_PAIRS) return false;
-    return pairs == MOST_PAIRS || passed >= seconds || median_error(ratios, pairs) <= 0.01;
+    if (pairs < FEWEST_PAIRS) return false;
+    if (pairs == MOST_PAIRS || passed >= seconds) return true;
+    return pairs >= LEAST_PAIRS && median_error(ratios, pairs) <= 0.01;
 }
 
 // ---- what is missing: a step's seconds beyond those of its FLOPs at the yardstick's rate, by operation ----

@@ -20,7 +20,7 @@
 // step's time, and any hiccup of the machine would be a tenth of that.
 enum { PRODUCTS = 4 };
 
-static const double LAYOUT_SECONDS = 5;  // for each layout's rounds, beyond LEAST_PAIRS
+static const double LAYOUT_SECONDS = 4;  // for each layout's rounds, beyond FEWEST_PAIRS
 
 // FLOP/s of all ranks together.
 static inline double sgemm_rate_of_all(const Sgemm *g, Group world) {

@@ -45,7 +45,9 @@ static void a_row_ends_when_its_median_is_known_or_its_seconds_have_passed(void 
     (void)context;
     double narrow[MOST_PAIRS], wide[MOST_PAIRS];
     for (int i = 0; i < MOST_PAIRS; i++) narrow[i] = 1 + 0.001 * (i % 5), wide[i] = 1 + 0.1 * (i % 5);
-    for (int pairs = 0; pairs < LEAST_PAIRS; pairs++) assert_false(measured(narrow, pairs, 100, 1));
+    for (int pairs = 0; pairs < FEWEST_PAIRS; pairs++) assert_false(measured(narrow, pairs, 100, 1));
+    assert_true(measured(wide, FEWEST_PAIRS, 1, 1));
+    for (int pairs = 0; pairs < LEAST_PAIRS; pairs++) assert_false(measured(narrow, pairs, 0.9, 1));
     assert_true(measured(narrow, LEAST_PAIRS, 0, 1));
     assert_false(measured(wide, LEAST_PAIRS, 0.9, 1));
     assert_true(measured(wide, LEAST_PAIRS, 1, 1));
