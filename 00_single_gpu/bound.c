@@ -1,7 +1,8 @@
 // bound.c: how closely a run whose sums are in another order must match the run on one device.
 //
 // In f64 within 1e-10. In a narrower dtype within k = 4 times the error of the run on one device against f64
-// (report_bound): gradients, those of step 1, within k times their own, all else within k times the largest.
+// (report_bound): gradients, which are those of step 1, within k times the error of the worst gradient, and
+// all else within k times the largest error of any quantity.
 //
 // AdamW needs more than that measure. SGD's steps are in proportion to gradients, and their errors average
 // out over the elements of a weight. AdamW divides by the gradient's own size, m / (sqrt v + eps): where

@@ -151,8 +151,8 @@ void flash_price_positions(Price *price, int64_t b, int64_t tokens) {
 
 void flash_price_again(Price *price, const Config *c) {
     double s = (double)c->seq, pairs = s * (s + 1) / 2, samples = (double)(c->micro_batch * c->grad_acc);
-    // With stored scores, backward reads them, and selective recomputation repeats only them: 2 d FLOPs per
-    // pair.
+    // Products of 2 d FLOPs per pair that stored scores do not need: q k^T again in backward; with selective
+    // recomputation also probs v, since all of forward is repeated.
     double products = c->recompute == RECOMPUTE_SELECTIVE ? 2 : 1;
     price->again +=
         products * 2 * (double)(c->heads * config_head_size(c)) * pairs * samples * (double)c->layers;

@@ -193,7 +193,8 @@ static void print_need(const MemoryPlan *plan) {
     say("  %-26s %10s", "total, as backward begins", bytes_text(total));
     report_number("widget", "total", total, "B");
     double most = total;
-    if (!plan->gpt && plan->tp == 1) {  // backward's own tensors come on top of what is kept
+    const bool peaked = !plan->gpt && plan->tp == 1;
+    if (peaked) {  // backward's own tensors come on top of what is kept
         most = memory_states_bytes(&need) + (double)peak_activation_bytes(c, c->dtype);
         say("  %-26s %10s", "at the peak, in backward", bytes_text(most));
         report_number("widget", "peak", most, "B");
@@ -203,7 +204,9 @@ static void print_need(const MemoryPlan *plan) {
             plan->zero >= 3 ? " and weights" : "");
     const Machine *machine = machine_find(c->machine);
     say("One %s has %s: this %s.", machine->device, bytes_text(machine->memory_bytes),
-        most <= machine->memory_bytes ? "fits" : "does not fit");
+        most > machine->memory_bytes ? "does not fit"
+        : peaked                     ? "fits"
+                                     : "fits as backward begins; what backward itself adds is not counted");
 }
 
 // Where activations come to dominate: bars of p(arameters), g(radients), o(ptimizer), a(ctivations).
@@ -285,7 +288,8 @@ int main(int argc, char **argv) {
          "of optimizer state per parameter; 0: AdamW's, 8, or 12 with master weights", false},
         {"zero", OPTION_INT, &plan.zero, "0", 0, 3, "", "ZeRO stage", false},
         {"dp", OPTION_INT, &plan.dp, "1", 1, 1e6, "ranks", "data parallelism", false},
-        {"tp", OPTION_INT, &plan.tp, "1", 1, 1e4, "ranks", "tensor parallelism", false},
+        {"tp", OPTION_INT, &plan.tp, "1", 1, 1e4, "ranks",
+         "tensor parallelism, of embedding and output layer too (--vocab-parallel)", false},
         {"sp", OPTION_FLAG, &plan.sp, NULL, 0, 0, "", "sequence parallelism beside --tp", false},
         {"tensors", OPTION_FLAG, &tensors, NULL, 0, 0, "", "show what one block keeps, tensor by tensor",
          false},

@@ -121,7 +121,7 @@ static Price price_of_one_device(const Config *c) {
                .losses = micros,
                .lookup_micros = micros,
                .head_micros = micros};
-    // Two regions in a block; W enters both again, since their inputs were not kept.
+    // Two regions in a block; W enters both again: forward keeps what enters, not what enter returns.
     p.enters = 4 * L * micros;
     p.leaves = p.enters_backward = p.leaves_backward = 2 * L * micros;
     const double elements[ROLES] = {

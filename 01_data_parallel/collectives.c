@@ -157,7 +157,8 @@ static void all_to_all_v(Group w) {
 }
 
 // The playbook's sum without a collective: "the first node sends its number to a neighbour which adds its
-// number to the received number before forwarding it". The last rank's t becomes the total.
+// number to the received number before forwarding it". The total stays on the last rank; the playbook's takes
+// one more hop, to the first.
 static void sum_along(Tensor t, Group w) {
     if (w.rank > 0) {
         Tensor received = tensor_like(MEMORY_ACTIVATION, t);

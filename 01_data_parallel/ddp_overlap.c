@@ -1,9 +1,9 @@
 // ddp_overlap.c: gradients are in flight while backward goes on. Playbook: "First optimization: Overlap
 // gradient synchronization with backward pass".
 //
-// Changes from ddp_naive.c: the all-reduce of a gradient starts as soon as its unit's gradient is final,
-// while earlier layers run backward. The wait for it comes only before the optimizer step, or before the
-// next micro-batch adds to this gradient.
+// Changes from ddp_naive.c: the all-reduces of a unit (embedding, block or head) start as soon as its
+// gradients are final, while earlier layers run backward. (The playbook's hooks start those of each
+// parameter.) The wait comes only before the optimizer step, or before the next micro-batch adds to them.
 //
 //     compute  F F F F B B B B . step
 //     network  . . . . . AR AR AR             what is left at the end is exposed

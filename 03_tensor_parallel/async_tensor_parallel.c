@@ -14,7 +14,7 @@
 // sequence_parallel.c if the BLAS computes a row alike in a product of few rows and in one of many.
 //
 // Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, K = b s h e, as there. Memory per rank: as
-// there, and K for parts. It saves time only on the model clock and on a GPU: on a CPU the rank that
+// there, and K for parts. It saves time on the model clock, and is meant for GPUs: on a CPU the rank that
 // multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
 // Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks
@@ -325,8 +325,9 @@ static double exposed_by_product(Mesh mesh, int64_t h, bool leaves) {
 //
 //     t_comm / t_compute  =  (n - 1) / h  peak_flops / peak_bw  <=  1
 //
-// (A3 has 2 h for h: it counts elements, each of two bytes.) The clock needs n / (n - 1) times this h: n - 1
-// pieces are sent, each during the product before it, and during the last product nothing is left to send.
+// (A3 has 2 h for h: it counts one byte per element, and bf16 has two.) The clock needs n / (n - 1) times
+// this h: n - 1 pieces are sent, each during the product before it, and during the last product nothing is
+// left to send.
 static void overlap_condition(Mesh mesh, const Config *config) {
     const Machine *machine = clock_machine(), reached = clock_reached();
     Machine free_memory = *machine;  // what the formula assumes

@@ -17,7 +17,7 @@
 //
 // Bytes sent per rank, block and micro-batch (K = b s h e, e bytes per element): 8 (N - 1) / N K, as in
 // tensor_parallel.c, and 2 (N - 1) / N K for W. Memory per rank: all that a block keeps is sharded, an N-th
-// of one device's.
+// of one device's, where copies of K/V heads count (kv' in tensor_parallel.c).
 // Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
 // Last line: PASS sequence_parallel: rows are sharded between regions, and the ranks reproduce
 // the single-device step …
@@ -245,7 +245,9 @@ static const char *const stop_name[STOPS] = {"embedding: table", "embedding: out
 
 typedef struct Shapes {
     char stop[STOPS][48];
-    int64_t largest;  // elements of the largest tensor of width h, or of a part of h, that a block keeps
+    // Elements of the largest tensor of width h, or of a part of h, that a block keeps. The playbook's
+    // b s h / tp holds for these: gate, up and act, b s f / tp, and probs are larger.
+    int64_t largest;
 } Shapes;
 
 // The call made since the last clock_reset, or nothing.

@@ -13,6 +13,7 @@
 //     by rows      scatter      all-reduce    X_i^T dY       gather of dY W_i^T, columns of dX
 //       sent       (N - 1)/N X  2 (N - 1) Y   -              (N - 1)/N X
 //
+// (By columns all ranks get dX, as all had X. A reduce to rank 0 would send about half of that.)
 // With one multiply by columns and the next by rows, nothing is sent in between: rank i already has the
 // columns that it multiplies next, and an activation function works element by element. In the other order
 // the function needs the sum first. (The model stores weights as (out, in): columns of W are rows there.)

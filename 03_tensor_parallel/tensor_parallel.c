@@ -67,7 +67,8 @@ void tensor_parallel_shard(Model *m) {
             case ROLE_DOWN:  // by rows of W: inputs
                 param_shard(param, 1, tp.rank * columns, columns);
                 break;
-            default:  // norms, embedding and output layer: every rank of tp stores a copy
+            default:  // Norms, embedding and output layer: a copy on every rank of tp. Their gradients
+                      // are equal, since f has summed dx before norms run backward, and need no sum.
                 break;
         }
     }

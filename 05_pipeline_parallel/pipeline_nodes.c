@@ -21,9 +21,9 @@ typedef struct Way {
     const char *name;
     int64_t micro_batches[2];  // on 8 GPUs and on 16
     Techniques techniques;
-    double seconds[2];         // of a step on 8 and on 16
-    double lost, bubble;       // shares of one GPU's throughput: all that is lost, and by the bubble alone
-    double computes;           // seconds of a rank of 16, for each micro-batch
+    double seconds[2];    // of a step on 8 and on 16
+    double lost, bubble;  // shares of one GPU's throughput: all that is lost, and by the bubble alone
+    double computes;      // seconds of a rank of 16, for each micro-batch
 } Way;
 
 // A step of 16 layers of Llama 3 8B.

@@ -12,7 +12,8 @@
 //
 //     for each pair of tiles       first version              second
 //     words between L2 and block   32 (3 d + 2): Q, O, O      32 d: K and V, for two tiles of queries
-//     special functions a row      4: exp, exp, 1 / x, log    1: exp
+//     special functions, by each   4: exp, exp, 1 / x, log    1: exp
+//     of the 8 lanes of a row
 //     FLOPs on O                   3 x 32 d                   32 d
 //
 // O, m and l stay in registers; each lane sums its own part of l, and lanes combine them once, at the end.

@@ -73,9 +73,9 @@ typedef struct CostHabits {
     bool hides_tp, hides_dp, hides_pp, hides_ep;
     bool flash;              // attention without stored scores, and without those that the mask hides
     double gradient_bytes;   // of an element that is reduced
-    double attention_again;  // backward of attention, in forwards
-    double attention_slow;   // FlashAttention-2 on Hopper: seconds, in those of kernels written for it
-    double bubble;           // of the schedule, in that of 1F1B
+    double attention_again;  // time of attention's backward / its forward
+    double attention_slow;   // time of attention / a kernel written for this GPU
+    double bubble;           // bubble of the schedule / 1F1B's
     double cast_bytes;  // of an element that is cast to 8 bits: read for its scale, read again, written
     bool one_ring;  // a collective over nodes passes one port of a node, whatever its members there
 } CostHabits;

@@ -195,7 +195,9 @@ static const char *found_limit(const Goal *goal, const Found *f) {
         {t->bubble, "bubble: more micro-batches"},
         {t->exposed_tp_cp, f->ep > 1 ? "exposed tp, cp, ep: less of it" : "exposed tp, cp: less of it"},
         {t->exposed_dp, "exposed dp: larger mbs, or pp"},
-        {lone_recomputes(&c, &f->parts), "recomputes: tp or pp for memory"},
+        {lone_recomputes(&c, &f->parts), f->recompute == RECOMPUTE_SELECTIVE
+                                             ? "recomputes: saves nothing here"  // with flash attention
+                                             : "recomputes: tp or pp for memory"},
         {(1 - clock_efficiency(WORK_MATMUL, q)) * (t->computed - t->exposed_tp_cp),
          f->tp > 1 ? "small multiplies: less tp" : "small multiplies: larger mbs"}};
     int most = 0;

@@ -226,8 +226,9 @@ static void print_comparison(void) {
     say("\n  %-48s %20s %20s", "", "ZeRO-3", "pipeline");
     say("  %-48s %9s of %2.0f layers %9s of %2.0f layers", "a rank stores", share_text(part[0]), layers[0],
         share_text(part[1]), layers[1]);
-    say("  %-48s %20s %20s", "weights and gradients sent in a step", bytes_text((double)cost[0].comm.bytes),
-        bytes_text(sent(&cost[1], "all_gather")));
+    say("  %-48s %20s %20s", "weights and gradients sent in a step",
+        bytes_text(sent(&cost[0], "all_gather") + sent(&cost[0], "reduce_scatter")),
+        bytes_text(sent(&cost[1], "all_gather") + sent(&cost[1], "reduce_scatter")));
     say("  %-48s %20s %20s", "activations and their gradients sent",
         bytes_text(sent(&cost[0], "transfers")), bytes_text(sent(&cost[1], "transfers")));
     say("  %-48s %9.0f%% -> %4.0f%% %10.0f%% -> %4.0f%%", "exposed, micro-batches of 1k -> 8k tokens",

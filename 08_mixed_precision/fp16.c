@@ -6,8 +6,9 @@
 //
 //     --master f32       the optimizer updates f32 weights: small updates do not vanish, as in bf16.c
 //     --loss-scale       multiplies the loss, and with it every gradient, by a scale; the optimizer divides
-//                        by it. Gradients below 2^-24, which would be zero, are kept
+//                        by it. Gradients below 2^-25, which would be zero, are kept
 //     --sum f32          gradients of micro-batches and ranks are summed in f32: a sum may exceed 65504
+//                        (sums within a multiply, of which the paper speaks, are always in f32 here)
 //
 // The moments stay in f32 as well (--moments): in float16 v stays 0 where (1 - beta2) g^2 is below 2^-25
 // (with beta2 = 0.95, for gradients below 2^-10.3), AdamW divides by its root, and training diverges.

@@ -10,12 +10,13 @@
 //     of each tile     from the tile's own amax; tiles of x and dy lie along the inner dimension
 //     current          of the whole tensor: the largest amax of all ranks that have a part of it (tp, cp)
 //     delayed          of the whole tensor: the largest amax of the last steps, on any rank. One message a
-//                      step, and no tensor is read twice
+//                      step, and a cast need not wait for its own amax (Transformer Engine records that in
+//                      the same read; note_amax here reads the tensor again)
 //
 // The history of a delayed scale has one amax per step, the largest of its micro-batches. It is recorded in
 // W (dW's multiply), which runs once for each micro-batch: forward also runs for recomputation and held-out
-// losses. Weights are cast once per optimizer step. The linears of blocks and experts are in 8 bits;
-// embedding, router, norms, attention and head are not.
+// losses. Weights are cast once per optimizer step; with ZeRO-3, which frees them, at each use. The linears
+// of blocks and experts are in 8 bits; embedding, router, norms, attention and head are not.
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>
@@ -26,8 +27,9 @@
 
 typedef enum Operand { OPERAND_X, OPERAND_W, OPERAND_DY, OPERANDS } Operand;
 
-// A weight's casts, valid from its first use after an optimizer step to the next step. Their memory is kept
-// from step to step, also for an expert that no token takes: what a rank holds does not depend on the data.
+// A weight's casts, valid from its first use after an optimizer step to the next step (with ZeRO-3 for one
+// use). Their memory is kept from step to step, also for an expert that no token takes: what a rank holds
+// does not depend on the data.
 typedef struct Cast {
     Codes plain, turned;
     bool valid, in_step;  // in_step: and not for held-out losses, between steps
@@ -122,7 +124,7 @@ static void note_amax(Fp8Linear *f, const Model *m, const Param *p, Operand oper
         op_tile_amax(tensor_view(f->amax, slot_of(m, p, operand), SHAPE(1, 1)), x, false, (Tile){0, 0});
 }
 
-// ---- weights: cast once for each step ----
+// ---- weights: cast once for each step, with ZeRO-3 at each use ----
 
 // One scale of a whole tensor also serves its transpose.
 static void cast_new(const Fp8Linear *f, const Param *p, Cast *cast) {

@@ -66,7 +66,7 @@ static double relative_error(Tensor got, Tensor want, double *bias) {
     return sqrt(error / norm);
 }
 
-// ---- outliers: of the product without the outliers' own rows nothing else would be seen ----
+// ---- outliers: rows that have one are left out, since their own error would hide all others ----
 
 // The error of x W^T in those rows of x that have no outlier of their own.
 static double error_without_outliers(Tensor got, Tensor want, Tensor x) {

@@ -167,6 +167,8 @@ row() {
     row 14 '(2 + 2 + 12) Psi / N bytes; 6 for 2 with f32 gradients' zero3 '--ranks 8' '^ *ZeRO-3 .*3 Psi'
     row 15 'ZeRO-2 sends 2 Psi elements, as DDP does' zero3 '--ranks 8' '^ *ZeRO-2 .*2 Psi'
     row 15 'ZeRO-3 sends 3 Psi (the ends, used once, fewer)' zero3 '--ranks 8' '^ *ZeRO-3 .*3 Psi'
+    row 15 'ZeRO-3 gathers every unit twice but the two ends, U = L + 2 units: 2 U - 2 calls (ZeRO-2: U)' \
+        zero3 '--ranks 8' '^  all_gather'
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
@@ -180,7 +182,7 @@ row() {
         'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' \
         'forward, bytes'
-    row 21 'SP: the largest activation is b s h / tp' sequence_parallel '' 'largest kept with SP'
+    row 21 'SP: the largest activation of width h is b s h / tp (of width f: b s f / tp)' sequence_parallel '' 'largest kept with SP'
     row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' \
@@ -207,7 +209,7 @@ row() {
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule \
         '--schedule dualpipe' '^makespan'
     row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b \
-        '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
+        '--ranks 16 --layers 16 --steps 1' '^ *pp, m = 7'
     row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'
     row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
         '--ranks 8 --ep 8' 'k hidden states of a token'
@@ -244,7 +246,7 @@ row() {
     row 33 '… a message of PP' find_config '--rules' '^ *PP, a message across'
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' \
         'forward, all in one node'
-    row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' \
+    row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1; in bytes of bf16, / h' \
         async_tensor_parallel '--ranks 8' '^Rows that enter'
     row 34 'coalescing: about a tenth of the time; 33 sectors a step become 5' coalescing '' '^by y takes'
     row 34 '… a strided product reaches little of the GPU' coalescing '' '^matmul by x'
