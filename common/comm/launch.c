@@ -1,8 +1,8 @@
-// launch.c: the parent of mpirun. It makes up for several faults: mpirun answers every signal with status
-// 1, which is the status of a failed check; being quiet, it says nothing about ranks that die before they
-// have met, nor about output that a full disk does not take; when it or this parent is killed, the memory that its ranks shared remains; and if a rank dies
-// in the first moments of a start, it may wait for ever for children that it does not have. A user who
-// starts mpirun by hand has only --timeout SECONDS against that.
+// launch.c: the parent of mpirun. It makes up for several faults: mpirun answers every signal with status 1,
+// which is the status of a failed check; being quiet, it says nothing about ranks that die before they have
+// met, nor about output that a full disk does not take; when it or this parent is killed, the memory that
+// its ranks shared remains; and if a rank dies in the first moments of a start, it may wait for ever for
+// children that it does not have. A user who starts mpirun by hand has only --timeout SECONDS against that.
 #include "launch.h"
 
 #include <dirent.h>
@@ -27,7 +27,7 @@
 static volatile sig_atomic_t ended_by, spoken;
 static volatile pid_t mpirun;
 static bool hung, own_group;
-static bool lost;  // output that could not be written
+static bool lost;        // output could not be written
 static char shared[64];  // the run's folder in /dev/shm; "" without one
 
 // A signal from a terminal also reaches mpirun, unless that has a process group of its own; one from
