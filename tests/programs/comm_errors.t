@@ -267,7 +267,7 @@ report $? "an mpirun that a signal ends is no rank: $(cat "$err")"
 frame=$(printf -- '-%.0s' $(seq 74))
 printf '%s\n' '#!/bin/sh' "printf '%s\\n' $frame said $frame --- >&2" '$SPEAK; exit 4' >"$work/bin/mpirun"
 PATH=$work/bin:$PATH run "$comm"
-[ $? = 4 ] && [ "$(tr '\n' '|' <"$err")" = \
+[ $? = 2 ] && [ "$(tr '\n' '|' <"$err")" = \
     '---|said|test_comm: mpirun has ended with status 4, and no rank has said why|' ]
 report $? "what mpirun says is told where nobody else says why"
 SPEAK='kill -USR1 $PPID' && sed -i "s/\$SPEAK/$SPEAK/" "$work/bin/mpirun"
