@@ -245,9 +245,7 @@ static const char *const stop_name[STOPS] = {"embedding: table", "embedding: out
 
 typedef struct Shapes {
     char stop[STOPS][48];
-    // Elements of the largest tensor of width h, or of a part of h, that a block keeps. The playbook's
-    // b s h / tp holds for these: gate, up and act, b s f / tp, and probs are larger.
-    int64_t largest;
+    int64_t largest;  // elements of the largest tensor of (part of) width h that a block keeps; f is wider
 } Shapes;
 
 // The call made since the last clock_reset, or nothing.

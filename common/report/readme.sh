@@ -182,7 +182,8 @@ row() {
         'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' \
         'forward, bytes'
-    row 21 'SP: the largest activation of width h is b s h / tp (of width f: b s f / tp)' sequence_parallel '' 'largest kept with SP'
+    row 21 'SP: the largest activation of width h is b s h / tp (of width f: b s f / tp)' \
+        sequence_parallel '' 'largest kept with SP'
     row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' \

@@ -22,6 +22,12 @@ if wanted "one thread" && unshare -m --propagation private true 2>/dev/null; the
     [ $? = 0 ] && grep -qE '^OpenBLAS .*, 1 thread(,|$)' "$out"
     report $? "one thread has the time of one core"
 fi
+# The machine has room for it, and gives none.
+if wanted "refused memory"; then
+    run bash -c 'ulimit -v 500000 && exec "$@"' - "$train" --hidden 2048 --ffn 8192 --steps 1
+    one_line $? -F ' more for parameters were refused, although the tensors leave '
+    report $? "refused memory has a sentence of its own"
+fi
 # OpenBLAS would wait for the others for ever.
 OMP_NUM_THREADS=2 OMP_THREAD_LIMIT=1 runs "fewer threads than asked for" '^OpenBLAS .*, 1 thread(,|$)' \
     $small --steps 1
