@@ -116,7 +116,9 @@ static void special_models(void) {
     say("\n  8B, 64 GPUs, 4M tokens of 65536");
     Goal g = goal_of(LLAMA_8B, 64, 4 * M, 64 * K);
     Found all = fastest(g, "all layouts", NULL), none = fastest(g, "without cp", without_cp);
-    rule(all.cp > 1 && all.time.step < 0.9 * none.time.step, "very long sequences want cp");
+    rule(all.cp > 1 && all.time.step < 0.9 * none.time.step, "very long sequences want cp ...");
+    Found longer = fastest(goal_of(LLAMA_8B, 64, 4 * M, 128 * K), "twice as long", NULL);
+    rule(longer.cp > machine_find("dgx-h100")->gpus_per_node, "... across nodes");
     say("\n  Mixtral 8x7B, 64 GPUs, 4M tokens of 4096");
     g = goal_of(MIXTRAL_8X7B, 64, 4 * M, 4 * K);
     all = fastest(g, "all layouts", NULL), none = fastest(g, "without ep", without_ep);
@@ -147,6 +149,11 @@ static void throughput(void) {
     g.model.kv_heads = g.model.heads, g.model.vocab = 131072;
     Found inside = fastest(g, "tp 8 with pp", tp8_pp), beyond = fastest(g, "tp 16 and more", beyond_node);
     rule(beyond.time.step > 1.2 * inside.time.step, "tp up to the size of a node, and no further");
+    say("\n  8B, 4M tokens of 4096");
+    Found dp64 = fastest(goal_of(LLAMA_8B, 64, 4 * M, 4 * K), "64 GPUs, ZeRO-3 alone", zero3_alone);
+    Found dp256 = fastest(goal_of(LLAMA_8B, 256, 4 * M, 4 * K), "256 GPUs, ZeRO-3 alone", zero3_alone);
+    rule(dp64.time.step > 0.9 * 4 * dp256.time.step,
+         "more dp with ZeRO-3 at the same batch (four times the GPUs: at least 3.6 times as fast)");
     say("\n  8B, 1M tokens of 2048");
     Found few = fastest(goal_of(LLAMA_8B, 64, M, 2 * K), "64 GPUs", NULL);
     Found many = fastest(goal_of(LLAMA_8B, 512, M, 2 * K), "512 GPUs", NULL);

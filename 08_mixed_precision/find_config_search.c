@@ -111,10 +111,11 @@ static void each_schedule(Space *s, Found f) {
     }
 }
 
-// The same ranks with each stage of ZeRO and each recomputation, rows of a region whole or shared.
+// The same ranks with each stage of ZeRO, full or no recomputation, rows of a region whole or shared. Flash
+// attention stores no scores, so that selective recomputation would take time and save no memory.
 static void each_sharding(Space *s, Found f) {
     bool experts = s->goal->model.experts > 0;
-    for (f.recompute = RECOMPUTE_NONE; f.recompute <= RECOMPUTE_FULL; f.recompute++)
+    for (f.recompute = RECOMPUTE_NONE; f.recompute <= RECOMPUTE_FULL; f.recompute += RECOMPUTE_FULL)
         for (f.sp = experts && f.tp > 1; f.sp <= (f.tp > 1); f.sp++)
             for (f.zero = 0; f.zero <= (f.dp * f.cp > 1 ? 3 : 0); f.zero++) each_schedule(s, f);
 }
@@ -195,9 +196,7 @@ static const char *found_limit(const Goal *goal, const Found *f) {
         {t->bubble, "bubble: more micro-batches"},
         {t->exposed_tp_cp, f->ep > 1 ? "exposed tp, cp, ep: less of it" : "exposed tp, cp: less of it"},
         {t->exposed_dp, "exposed dp: larger mbs, or pp"},
-        {lone_recomputes(&c, &f->parts), f->recompute == RECOMPUTE_SELECTIVE
-                                             ? "recomputes: saves nothing here"  // with flash attention
-                                             : "recomputes: tp or pp for memory"},
+        {lone_recomputes(&c, &f->parts), "recomputes: tp or pp for memory"},
         {(1 - clock_efficiency(WORK_MATMUL, q)) * (t->computed - t->exposed_tp_cp),
          f->tp > 1 ? "small multiplies: less tp" : "small multiplies: larger mbs"}};
     int most = 0;
@@ -260,7 +259,6 @@ static void add_shape(Words *w, const Config *c) {
 // The flags of train_5d, whose own defaults are --pp 2 --tp 2 --zero 1 --bucket-mb 0.1.
 static void print_command(const Goal *goal, const Found *f) {
     static const char *const schedules[] = {"afab", "one_f_one_b", "interleaved", "zb_h1"};
-    static const char *const recomputes[] = {"none", "selective", "full"};
     const Config *c = &goal->model;
     Words w = {.used = 0};
     add_shape(&w, c);
@@ -273,7 +271,7 @@ static void print_command(const Goal *goal, const Found *f) {
     if (f->pp > 1) add(&w, " --schedule %s", schedules[f->schedule]);
     if (f->chunks > 1) add(&w, " --chunks %d", f->chunks);
     if (f->ep > 1) add(&w, " --ep %d", f->ep);
-    if (f->recompute) add(&w, " --recompute %s", recomputes[f->recompute]);
+    if (f->recompute) add(&w, " --recompute full");
     if (f->zero == 0) add(&w, " --bucket-mb 25");  // ZeRO has none
     say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check %s --micro-batch %ld "
         "--grad-acc %ld",
@@ -306,7 +304,6 @@ static void report_found(const Goal *goal, const Found *f, int place) {
 }
 
 void search_print(const Goal *goal, const Search *s) {
-    static const char *const again[] = {"none", "attn", "full"};
     say("\n%lld legal layouts, %lld of them fit into %s of a GPU; the best, clocked. Of step and MFU trust "
         "+- %.0f%%:\nthe median error on %d published runs that the fit had not seen, at worst %.0f%%. 2s: "
         "tp 2 with sequence\nparallelism; 1f1b/5: interleaved, 5 chunks.\n",
@@ -320,7 +317,7 @@ void search_print(const Goal *goal, const Search *s) {
         const Found *f = &s->best[i];
         say("  %2d%s %3d %3d %4d %3d %4d %4ld %5ld %-8s %-5s %8s %7.3f s %4.1f%%  %s", f->tp,
             f->sp ? "s" : " ", f->cp, f->pp, f->dp, f->ep, f->zero, f->micro_batch, f->micro_batches,
-            schedule_text(f), again[f->recompute], bytes_text(f->memory.peak), f->time.step,
+            schedule_text(f), f->recompute ? "full" : "none", bytes_text(f->memory.peak), f->time.step,
             100 * found_mfu(goal, f), found_limit(goal, f));
         report_found(goal, f, i + 1);
     }

@@ -234,11 +234,13 @@ row() {
     row 32 'from 512 GPUs on combine ZeRO-3 with TP or PP' find_config '--rules' 'holds: at 512 GPUs'
     row 32 'from 1024 on TP=8, ZeRO-2 and PP' find_config '--rules' 'holds: at 1024 GPUs'
     row 32 'very long sequences: CP …' find_config '--rules' 'holds: very long sequences'
+    row 32 '… across nodes' find_config '--rules' 'holds: ... across nodes'
     row 32 '… experts: EP' find_config '--rules' 'holds: experts want ep'
     row 32 'few GPUs: full recomputation …' find_config '--rules' 'holds: few GPUs'
     row 32 '… gradient accumulation' find_config '--rules' 'holds: ... and accumulation'
     row 32 'a smaller batch: less DP, in favour of others' find_config '--rules' 'holds: a smaller batch'
     row 32 "TP up to the node's size" find_config '--rules' 'holds: tp up to'
+    row 32 'more DP with ZeRO-3, keeping the batch' find_config '--rules' 'holds: more dp with ZeRO-3'
     row 32 "where DP's communication is the bottleneck, PP" find_config '--rules' 'holds: where dp'
     row 33 'A3: when the gradients of DP hide, by formula and by the clock' find_config '--rules' \
         '^ *DP 8, gradients'
