@@ -36,10 +36,6 @@ grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" && grep -
     "$work/curves.svg" &&
     grep -q '"layout 10"' "$work/search.json"
 report $? "a search prints the best one's command line, and ten layouts in --json"
-grep -A 1 '"recompute"' "$work/search.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' |
-    sort -u >"$err"
-grep -qx 0 "$err" && ! grep -qx 1 "$err"
-report $? "a search tries no selective recomputation, which saves nothing with flash attention"
 # same_layout NAME SHAPE FLAGS…: the command line that a search prints has the shape that was searched, by the
 # first line of its dry run, and takes as much memory as the search said.
 same_layout() {
@@ -72,6 +68,10 @@ grep -q '^8 experts of f=14336, top 1' "$out"
 report $? "the command of the best layout: a preset that flags have changed, and its experts"
 same_layout "DeepSeek's" "L=2 h=7168" --model deepseek-v3 --layers 2 --experts 16 --routed-scale 1.5 \
     --seq 512 --gpus 4 --batch-tokens 8K
+passes "64 GPUs" $program --json "$work/64.json"
+grep -A 1 '"recompute"' "$work/64.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u >"$err"
+grep -qx 0 "$err" && ! grep -qx 1 "$err"
+report $? "64 GPUs: no layout recomputes selectively, which saves nothing with flash attention"
 on_terminal "$build/$program --gpus 1 --model llama-3-405b"
 grep -q 'find_config: no layout of 1 GPU fits: weights, .* state alone fill 107' "$out"
 report $? "a model that is too large: how many GPUs its states fill"
