@@ -11,7 +11,7 @@ static Sent sent_since_reset(const char *call) {
 
 static Sends sends_since_reset(void) {
     return (Sends){sent_since_reset("all_reduce"), sent_since_reset("all_gather"),
-                   sent_since_reset("reduce_scatter"), sent_since_reset("transfers")};
+                   sent_since_reset("reduce_scatter")};
 }
 
 // One micro-batch through the whole model, counted on this rank; the first of two, so that gradients wait
@@ -51,7 +51,6 @@ BlockCost program_block_cost(const Config *config, Mesh mesh, Techniques techniq
         two->all_reduce = difference_of(two->all_reduce, less->all_reduce, mesh.world);
         two->all_gather = difference_of(two->all_gather, less->all_gather, mesh.world);
         two->reduce_scatter = difference_of(two->reduce_scatter, less->reduce_scatter, mesh.world);
-        two->transfers = difference_of(two->transfers, less->transfers, mesh.world);
     }
     cost.kept -= one.kept;
     return cost;

@@ -103,6 +103,10 @@ Bound train_bound_with(const Config *config, Techniques techniques, bool masked,
     return bound;
 }
 
+ProofClass train_proof(const Config *config) {
+    return dtype_size(config->dtype) < dtype_size(F32) ? PROOF_ROUNDED : PROOF_REASSOCIATED;
+}
+
 Bound train_bound(const Config *config, bool masked, const Record *baseline) {
     return train_bound_with(config, NULL, masked, baseline);
 }

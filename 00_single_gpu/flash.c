@@ -21,12 +21,10 @@
 
 // ---- what chapter 04 uses as well ----
 
-DType flash_sum_dtype(DType storage) { return storage == F64 ? F64 : F32; }
-
 AttentionHeads flash_heads(AttentionShape s) { return (AttentionHeads){s.heads, s.kv_heads, s.head_size}; }
 
 Tensor flash_sum(Tensor t) {
-    DType dtype = flash_sum_dtype(t.dtype);
+    DType dtype = dtype_full(t.dtype);
     Tensor sum = t.dtype == dtype ? tensor_share(t) : tensor_new(MEMORY_ACTIVATION, dtype, t.dims, t.shape);
     op_fill(sum, 0);
     return sum;
@@ -39,7 +37,7 @@ void flash_round(Tensor t, Tensor *sum) {
 
 Tensor flash_new_lse(AttentionKept *kept, DType storage, int64_t rows, int64_t heads) {
     Tensor *lse = kept->more = host_alloc(sizeof *lse);
-    *lse = tensor_new(MEMORY_ACTIVATION, flash_sum_dtype(storage), SHAPE(rows, heads));
+    *lse = tensor_new(MEMORY_ACTIVATION, dtype_full(storage), SHAPE(rows, heads));
     op_fill(*lse, -INFINITY);
     return *lse;
 }
@@ -76,12 +74,8 @@ typedef struct Flash {
 static const AttentionMask *mask_for(Flash *flash, const MicroBatch *micro, int64_t s) {
     if (!mask_key_changes(&flash->key, micro, s)) return &flash->mask;
     attention_positions_free(&flash->positions);
-    int32_t *position = host_alloc((size_t)(micro->b * s) * sizeof *position);
-    for (int64_t sample = 0, at = 0; sample < micro->b; sample++)
-        for (int64_t i = 0; i < s; i++) position[at++] = (int32_t)i;
-    flash->positions = attention_positions_new(micro->b, s, position, micro->documents);
+    flash->positions = attention_positions_new(micro->b, s, NULL, micro->documents);
     flash->mask = attention_mask(&flash->positions, &flash->positions);
-    free(position);
     return &flash->mask;
 }
 
@@ -139,7 +133,7 @@ static void unplug(Model *model, void *context) {
 void flash_price_kept(Price *price, double tokens, double heads, DType storage) {
     for (int i = 0; i < price->block_rows; i++)
         if (!strcmp(price->block[i].what, "probs") && price->block[i].bytes > 0)
-            price->block[i].bytes = tokens * heads * (double)dtype_size(flash_sum_dtype(storage));
+            price->block[i].bytes = tokens * heads * (double)dtype_size(dtype_full(storage));
 }
 
 void flash_price_positions(Price *price, int64_t b, int64_t tokens) {

@@ -12,7 +12,6 @@
             "token that ends a document; tokens attend only within their document; -1: none", false \
     }
 
-DType flash_sum_dtype(DType storage);  // of sums over chunks: f32, or f64 if storage is f64
 AttentionHeads flash_heads(AttentionShape shape);
 
 // A sum over chunks, set to 0: t itself, or for 16-bit t an f32 tensor, which flash_round rounds into t.

@@ -151,7 +151,7 @@ static void compare_parts(const Config *config, bool masked) {
         if (config->micro_batch % parts) continue;
         Record record = run_in_parts(config, masked, parts);
         print_row(config, parts, &record, &baseline);
-        if (!config->no_check) report_compare(&record, &baseline, PROOF_REASSOCIATED, bound);
+        if (!config->no_check) report_compare(&record, &baseline, train_proof(config), bound);
         record_free(&record);
     }
     record_free(&baseline);

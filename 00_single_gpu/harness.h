@@ -68,7 +68,7 @@ void program_check_counts(const Trainer *trainer, const Counted *counted);
 
 // One dry step after the first, on the model clock. device_dry_run must be on.
 typedef struct StepCost {
-    double step_seconds, flops;
+    double step_seconds;
     CommCount comm, all_reduce;  // all kinds of calls, and all-reduces
     Counted counted;             // in this one step
     Memory memory;
@@ -85,7 +85,7 @@ typedef struct Sent {
     double calls, bytes;  // calls of this rank; bytes of all ranks together
 } Sent;
 typedef struct Sends {
-    Sent all_reduce, all_gather, reduce_scatter, transfers;
+    Sent all_reduce, all_gather, reduce_scatter;
 } Sends;
 typedef struct BlockCost {
     Sends pass[2];  // indexed by Pass

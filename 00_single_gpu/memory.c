@@ -275,7 +275,7 @@ int main(int argc, char **argv) {
     int block = 0;
     bool bf16_gradients, claims, tensors, measured, dry_run;
     int64_t micro_batch;
-    const char *json = NULL, *machine = NULL, *data = NULL;
+    const char *data = NULL;
     Option own[] = {
         {"micro-batch", OPTION_INT, &micro_batch, "1", 1, 1e6, "sequences", "computed at once, b", false},
         {"block", OPTION_CHOICE, &block, NULL, 0, 0, "llama|gpt",
@@ -299,9 +299,6 @@ int main(int argc, char **argv) {
         {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "", "--measure without memory behind the tensors",
          false},
         {"data", OPTION_TEXT, &data, NULL, 0, 0, "FILE", "the text of --measure's step", false},
-        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, machine_names(), "whose memory it must fit",
-         false},
-        {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
     bool no_flags = argc == 1;
     plan.model = config_parse(
@@ -310,9 +307,8 @@ int main(int argc, char **argv) {
         "  memory --model llama-3-70b --dtype bf16 --tp 8 --sp --dp 64 --zero 1\n"
         "  memory --model gpt-3-175b --dtype bf16 --recompute selective --tp 8 --sp --tensors\n"
         "  memory --model llama-3-8b --dtype bf16 --measure --dry-run",
-        CONFIG_MODEL | CONFIG_RECOMPUTE, NULL, own, sizeof own / sizeof *own);
+        CONFIG_MODEL | CONFIG_RECOMPUTE | CONFIG_REPORT | CONFIG_CLOCK, NULL, own, sizeof own / sizeof *own);
     plan.model.micro_batch = micro_batch;
-    plan.model.machine = machine;
     plan.model.data = data;
     bool block_given = option_given(own, sizeof own / sizeof *own, "block");
     plan.gpt = block_given ? block == 1 : !strcmp(plan.model.model, gpt3_175b().model);
@@ -329,7 +325,7 @@ int main(int argc, char **argv) {
         "--no-f32-gradients is about gradients of 16 bits, and --dtype %s has none: --dtype bf16 would fit",
         dtype_name((DType)plan.model.dtype));
     check_cuts(&plan);
-    report_json(json);
+    report_json(plan.model.json);
     print_need(&plan);
     if (tensors) memory_print_block(&plan);
     print_sweep(&plan);

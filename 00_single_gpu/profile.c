@@ -203,7 +203,6 @@ int main(int argc, char **argv) {
     if (!config.trace) config.trace = beside[1];
     report_json(config.json);
     const Machine *machine = machine_find(config.machine);
-    clock_set_machine(machine);
     device_dry_run(dry_run);
     config_print(&config);
 

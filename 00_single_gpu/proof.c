@@ -161,7 +161,6 @@ static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniq
     int64_t held = memory_account().now_total;
     train_step(t, NULL);
     StepCost cost = {.step_seconds = clock_model_now() - start,
-                     .flops = clock_total().flops,
                      .comm = comm_total(),
                      .all_reduce = comm_count("all_reduce"),
                      .counted = {.steps = 1, .kept_bytes = t->kept_bytes},
@@ -253,7 +252,7 @@ static void compare_twin(const Config *config, Mesh mesh, const char *twin, Tech
     clock_pop();
     // A twin sums over ranks with other calls, and NCCL does not promise the same order for them (comm.h).
     bool same_order = comm_sums_in_rank_order();
-    report_compare(record, &other, same_order ? PROOF_EXACT : PROOF_REASSOCIATED, bound);
+    report_compare(record, &other, same_order ? PROOF_EXACT : train_proof(config), bound);
     record_free(&other);
 }
 
@@ -307,7 +306,7 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
         lesson_print_losses(&record, &baseline);
     }
     if (twin) compare_twin(config, mesh, twin, twin_techniques, masked, &record, bound);
-    report_compare(&record, &baseline, exact ? PROOF_EXACT : PROOF_REASSOCIATED, bound);
+    report_compare(&record, &baseline, exact ? PROOF_EXACT : train_proof(config), bound);
     record_free(&baseline);
     record_free(&record);
     report_quiet(quiet);

@@ -151,7 +151,6 @@ int main(int argc, char **argv) {
         "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3", own, 1);
     report_json(config.json);
     report_quiet(!config.verbose);
-    clock_set_machine(machine_find(config.machine));
     device_dry_run(dry_run);
     timeline_start(&config, comm_world());
     config_print(&config);

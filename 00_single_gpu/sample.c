@@ -188,9 +188,7 @@ static Model *gather_model(Trainer *t) {
 static void write_with(const Trainer *t, Model *one, Techniques baseline, int64_t length) {
     void *context[MOST_TECHNIQUES] = {NULL};
     const Technique *enabled[MOST_TECHNIQUES];
-    int count = 0;
-    for (int i = 0; baseline && baseline[i]; i++)
-        if (!baseline[i]->enabled || baseline[i]->enabled(&t->config)) enabled[count++] = baseline[i];
+    int count = baseline ? techniques_on(&t->config, baseline, enabled) : 0;
     for (int i = 0; i < count; i++)
         if (enabled[i]->plug) context[i] = enabled[i]->plug(one);
     write_text(t, one, length);

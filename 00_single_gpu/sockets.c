@@ -57,7 +57,7 @@ static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweig
 }
 static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     (void)context;
-    DType statistics = logits.dtype == F64 ? F64 : F32;  // per-row statistics keep full precision
+    DType statistics = dtype_full(logits.dtype);
     Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(tensor_rows(logits)));
     *lse = tensor_like(MEMORY_ACTIVATION, losses);
     op_cross_entropy_forward(losses, *lse, logits, micro->targets);

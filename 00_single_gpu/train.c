@@ -322,7 +322,6 @@ Record train_record(Trainer *t, const char *title) {
     Record record = record_new(title, steps, &t->model->params);
     memory_reset_peak();
     clock_reset();
-    double start = wall_seconds();
     for (int64_t step = 0; step < steps; step++) {
         train_step(t, &record);
         record.loss[step] = t->loss;
@@ -335,7 +334,6 @@ Record train_record(Trainer *t, const char *title) {
     record.memory = memory_account();
     record.flops = clock_total().flops;
     record.model_seconds = clock_total().model_seconds;
-    record.wall_seconds = wall_seconds() - start;
     if (!device_is_dry_run()) record_params(&record, &t->model->params);
     return record;
 }

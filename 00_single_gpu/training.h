@@ -149,6 +149,8 @@ Record train_record(Trainer *trainer, const char *title);
 Bound train_bound(const Config *config, bool masked, const Record *baseline);
 // The same for a baseline with these techniques; NULL: those of one device.
 Bound train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline);
+// The class of a comparison within that bound: in 16 bits, sums in another order are also rounded.
+ProofClass train_proof(const Config *config);
 
 Batch batch_new(const Trainer *trainer, int64_t first_sample);
 void batch_free(Batch *batch);

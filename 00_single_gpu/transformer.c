@@ -27,7 +27,6 @@ static Tensor take(Tensor *t) {
 }
 
 // Statistics of a row keep full precision.
-static DType statistics_dtype(DType dtype) { return dtype == F64 ? F64 : F32; }
 
 static AttentionShape attention_shape(const BlockParams *w, const Model *m, const MicroBatch *micro) {
     int64_t d = config_head_size(&m->config);
@@ -87,7 +86,7 @@ static void linears_backward_weight(Model *m, int count, Param *const *weight, c
 
 static Tensor norm_forward(Model *m, Param *weight, Tensor x, Tensor *rstd) {
     Tensor y = tensor_like(MEMORY_ACTIVATION, x);
-    *rstd = tensor_new(MEMORY_ACTIVATION, statistics_dtype(x.dtype), SHAPE(tensor_rows(x)));
+    *rstd = tensor_new(MEMORY_ACTIVATION, dtype_full(x.dtype), SHAPE(tensor_rows(x)));
     op_rmsnorm_forward(y, *rstd, x, param_value(&m->params, weight), m->config.norm_eps);
     return y;
 }

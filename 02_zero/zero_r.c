@@ -254,7 +254,7 @@ static void compare_sums(const Config *config, Mesh mesh, const Record *through,
     alone.grad_acc *= mesh.dp.size;
     alone.dp = alone.tp = 1;
     if (comm_sums_in_rank_order()) report_compare(through, in_place, PROOF_EXACT, bound_of(0));
-    else report_compare(through, in_place, PROOF_REASSOCIATED, train_bound(&alone, false, in_place));
+    else report_compare(through, in_place, train_proof(config), train_bound(&alone, false, in_place));
 }
 
 // With twice the blocks, a buffer for all gradients grows by those of the new blocks, a constant one not at

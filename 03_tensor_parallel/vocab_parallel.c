@@ -66,7 +66,7 @@ static Tensor enter_backward(void *context, const MicroBatch *micro, Tensor dx) 
 static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     const VocabParallel *vocab = context;
     int64_t n = tensor_rows(logits);
-    DType statistics = logits.dtype == F64 ? F64 : F32;
+    DType statistics = dtype_full(logits.dtype);
     Tensor maxima = tensor_new(MEMORY_COMMUNICATION, statistics, SHAPE(n));
     op_cross_entropy_part_maxima(maxima, logits, vocab->part);
     comm_wait(comm_all_reduce(maxima, REDUCE_MAX, vocab->tp));
@@ -139,7 +139,7 @@ static void price(Price *price, const Model *m, const void *context) {
     Group tp = m->mesh.tp;
     int64_t n = model_tokens(m), rows = (c->vocab + tp.size - 1) / tp.size;
     double losses = price->head_micros, lookups = price->lookup_micros;
-    DType statistics = c->dtype == F64 ? F64 : F32;
+    DType statistics = dtype_full(c->dtype);
     // A lookup leaves the region; the output layer enters it, in W once more.
     price->lookups += lookups;
     price->leaves += lookups;

@@ -132,7 +132,7 @@ static void price(Price *price, const Model *m, const void *context) {
            forwards = price->attentions * (double)config->layers;
     price_all_gather(price, 2 * (forwards + backwards), own, (DType)config->dtype, c->cp);
     price_reduce_scatter(price, 2 * backwards, config->micro_batch * c->s * columns, own,
-                         flash_sum_dtype((DType)config->dtype), c->cp);
+                         dtype_full((DType)config->dtype), c->cp);
     context_price_kept(price, m, c);
     context_price_positions(price, m, c);
 }

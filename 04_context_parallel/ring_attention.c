@@ -156,7 +156,7 @@ void ring_price(Price *price, const Model *m, const void *context) {
     double backwards = price->backwards * (double)config->layers,
            forwards = price->attentions * (double)config->layers;
     double e = (double)dtype_size((DType)config->dtype),
-           sum = (double)dtype_size(flash_sum_dtype(config->dtype));
+           sum = (double)dtype_size(dtype_full(config->dtype));
     double column = (double)(2 * context_key_columns(m)) * (double)config->micro_batch;  // K/V of a token
     // K/V: all chunks except the next rank's, which ends here. dK/dV: all except this rank's own.
     double keys = (double)(c->s - c->layout->count(c->s, cp.size, (cp.rank + 1) % cp.size)) * column;

@@ -138,7 +138,7 @@ static void return_sum(const ContextParallel *c, int64_t b, Tensor dk, Tensor *s
 }
 
 static Tensor zeros(Tensor like) {
-    Tensor t = tensor_new(MEMORY_COMMUNICATION, flash_sum_dtype(like.dtype), like.dims, like.shape);
+    Tensor t = tensor_new(MEMORY_COMMUNICATION, dtype_full(like.dtype), like.dims, like.shape);
     op_fill(t, 0);
     return t;
 }
@@ -151,7 +151,7 @@ static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, 
     const AttentionMask *mask = mask_of_all(c, micro);
     int64_t b = micro->b;
     Tensor dots =
-        tensor_new(MEMORY_ACTIVATION, flash_sum_dtype(q.dtype), SHAPE(tensor_rows(q), shape.heads));
+        tensor_new(MEMORY_ACTIVATION, dtype_full(q.dtype), SHAPE(tensor_rows(q), shape.heads));
     op_attention_chunk_dots(dots, o, d_o, flash_heads(shape));
     Heads own = heads_new(c, b, q, k, v, shape.head_size);
     Tensor all_dots = to_heads(c, b, dots, own.shape.heads),
@@ -201,7 +201,7 @@ static void check(const Config *c) {
 static void price(Price *price, const Model *m, const void *context) {
     const ContextParallel *c = context;
     const Config *config = &m->config;
-    DType dtype = (DType)config->dtype, sum = flash_sum_dtype(dtype);
+    DType dtype = (DType)config->dtype, sum = dtype_full(dtype);
     double b = (double)config->micro_batch, d = (double)config_head_size(config),
            e = (double)dtype_size(dtype);
     int64_t head_size = config_head_size(config), columns = context_key_columns(m);

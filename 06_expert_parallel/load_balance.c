@@ -107,7 +107,7 @@ static void *plug(Model *m) {
                        .load = calloc((size_t)count, sizeof *b->load)};
     CHECK(b->bias && b->value && b->taken && b->load, "out of host memory for the experts' counts");
     for (int64_t layer = 0; layer < c->layers && b->rate > 0; layer++) {
-        b->bias[layer] = tensor_new(MEMORY_ACTIVATION, c->dtype == F64 ? F64 : F32, SHAPE(c->experts));
+        b->bias[layer] = tensor_new(MEMORY_ACTIVATION, dtype_full(c->dtype), SHAPE(c->experts));
         op_fill(b->bias[layer], 0);
     }
     b->moe->balance = (Balance){b, bias_of, backward};

@@ -16,7 +16,7 @@ RouteRule moe_rule(const Config *c) {
 
 // In f32, or f64 beside f64, whatever the storage: near ties must not be decided by rounding.
 static Tensor routing(DType storage, int64_t rows, int64_t columns) {
-    return tensor_new(MEMORY_ACTIVATION, storage == F64 ? F64 : F32, SHAPE(rows, columns));
+    return tensor_new(MEMORY_ACTIVATION, dtype_full(storage), SHAPE(rows, columns));
 }
 
 // x as routing computes with it.

@@ -93,7 +93,7 @@ static bool prove(const Cell *cell, bool verbose) {
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
     if (mesh.world.rank == 0) {  // the others wait in the next call
         const Baseline *one = baseline_of(&c);
-        report_compare(&run, &one->record, PROOF_REASSOCIATED, one->bound);
+        report_compare(&run, &one->record, train_proof(&c), one->bound);
     }
     report_quiet(quiet);
     record_free(&run);

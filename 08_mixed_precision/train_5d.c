@@ -57,7 +57,7 @@ static void show_steps(Mesh mesh, const Config *config) {
         // Rounding accumulates over steps: for this many, the bound is 100 times that of one step.
         Bound bound = train_bound_with(&whole, five_d_one_device(), false, &one);
         bound.others *= 100;
-        report_compare(&run, &one, PROOF_REASSOCIATED, bound);
+        report_compare(&run, &one, train_proof(&c), bound);
         report_quiet(quiet);
         record_free(&one);
     }

@@ -71,10 +71,13 @@ static char refused[1024];
 const char *refusal(void (*act)(const void *context), const void *context) {
     jmp_buf here;
     trying = &here;
-    bool failed = setjmp(here) != 0;
-    if (!failed) act(context);
+    if (setjmp(here) == 0) {
+        act(context);
+        trying = NULL;
+        return NULL;
+    }
     trying = NULL;
-    return failed ? refused : NULL;
+    return refused;
 }
 
 enum { MOST_AT_FATAL = 4 };
@@ -325,7 +328,12 @@ static void check_printed(void) {
     _exit(STATUS_USAGE);
 }
 
+static char **arguments = (char *[]){NULL};
+
+char **base_arguments(void) { return arguments; }
+
 void base_start(int argc, char **argv) {
+    arguments = argv;
     open_standard_streams();
     sigaction(SIGHUP, &on_hangup, NULL);
     // A write that nobody reads, or beyond the limit on file sizes, returns an error and does not kill us.

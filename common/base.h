@@ -28,7 +28,6 @@ enum {
     STATUS_FAIL = 1,
     STATUS_USAGE = 2,
     STATUS_UNPROVEN = 3,
-    STATUS_INTERRUPTED = 130,
     STATUS_UNREAD = 141
 };
 
@@ -100,6 +99,8 @@ void base_start(int argc, char **argv);
 const char *base_blas_name(void);
 // File name of the running program without its folder.
 const char *base_program(void);
+// The command line that it was started with; ends with NULL.
+char **base_arguments(void);
 // Seconds on a monotonic wall clock.
 double wall_seconds(void);
 

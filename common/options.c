@@ -279,7 +279,7 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
         if (table[i].type != OPTION_OUTPUT || !table[i].given) continue;
         const char *path = *(const char **)table[i].target;
         for (int j = 0; j < count && strncmp(path, "/dev/", 5); j++) {
-            const bool reads = table[j].type == OPTION_TEXT;
+            const bool reads = table[j].type == OPTION_TEXT && !strncmp(table[j].detail, "FILE", 4);
             const bool writes = table[j].type == OPTION_OUTPUT && table[j].given && j < i;
             const char *other = reads || writes ? *(const char **)table[j].target : NULL;
             CHECK(!other || !writes || !same_file(path, other),

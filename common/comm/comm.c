@@ -66,8 +66,8 @@ static void prepare_group(Group group);
 
 Group comm_group(const char *name, Line line, const int *members, int size) {
     Group group = {.size = size, .rank = -1, .handle = ++comm.groups, .line = line};
-    int *copy = host_alloc(sizeof *copy * (size_t)size);
     CHECK(size >= 1, "group %s: a group has at least one member", name);
+    int *copy = host_alloc(sizeof *copy * (size_t)size);
     for (int i = 0; i < size; i++) {
         CHECK(members[i] >= 0 && (members[i] < comm.ranks || comm.for_all),
               "group %s: there is no rank %d among %d", name, members[i], comm.ranks);

@@ -59,6 +59,6 @@ void reduce_bytes(char *out, const char **source, int n, int64_t bytes, DType dt
     for (int64_t first = 0; first < bytes; first += step) {
         int64_t length = bytes - first < step ? bytes - first : step;
         reduce_block(out + first, source, n, length / size, dtype, op);
-        for (int i = 0; i < n; i++) source[i] += step;
+        for (int i = 0; i < n; i++) source[i] += length;
     }
 }

@@ -208,17 +208,18 @@ Group mesh_across(Group group, int k, const char *name, Line line) {
 
 // "4 ranks on vm", "8 ranks on 2 hosts: a (4), b (4)"
 static void print_hosts(void) {
-    int ranks = comm_ranks(), hosts = 0, here = 0;
+    int ranks = comm_ranks(), hosts = 0;
     char text[512] = "";
     int used = 0;
     for (int r = 0; r < ranks; r++) {
-        here++;
-        if (r + 1 < ranks && !strcmp(comm_host(r), comm_host(r + 1))) continue;
+        int before = 0, here = 0;  // ranks of this host: below r, and all
+        for (int i = 0; i < ranks; i++)
+            if (!strcmp(comm_host(i), comm_host(r))) here++, before += i < r;
+        if (before) continue;
         if (used < (int)sizeof text - 80)
             used += snprintf(text + used, sizeof text - (size_t)used, "%s%s (%d)", hosts ? ", " : "",
                              comm_host(r), here);
         hosts++;
-        here = 0;
     }
     const char *carrier = comm_carrier(), *before = *carrier ? ", " : "";
     if (hosts == 1) say("%d rank%s on %s%s%s", ranks, plural(ranks), comm_host(0), before, carrier);

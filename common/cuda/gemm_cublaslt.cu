@@ -273,7 +273,7 @@ static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
     plan->kind = kind;
     plan->used = true;
     BLAS_CHECK(cublasLtMatmulDescCreate(&plan->multiply, compute_of(kind.first_dtype),
-                                        type_of(kind.first_dtype == F64 ? F64 : F32)));
+                                        type_of(dtype_full(kind.first_dtype))));
     set(plan, CUBLASLT_MATMUL_DESC_TRANSA, (int32_t)(kind.transpose_first ? CUBLAS_OP_T : CUBLAS_OP_N));
     set(plan, CUBLASLT_MATMUL_DESC_TRANSB, (int32_t)(kind.transpose_second ? CUBLAS_OP_T : CUBLAS_OP_N));
     if (at.first_scale) {

@@ -25,6 +25,7 @@ static struct {
     bool quiet;                 // rows that hold are not shown
     char coarse[400];           // why nothing was proven; "": it was
     bool compared[3];           // by ProofClass
+    bool differs;               // a comparison that should be exact is not
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
     char note[100];             // of report_note
     char doubt[200];            // of report_doubt
@@ -92,6 +93,8 @@ static void write_json(const char *file) {
 static void put_verdict(const char *status, const char *reason, const char *evidence) {
     cJSON *verdict = json_child(json_root(), "verdict", false);
     cJSON_AddStringToObject(verdict, "program", base_program());
+    cJSON *arguments = cJSON_AddArrayToObject(verdict, "arguments");
+    for (char **a = base_arguments(); *a; a++) cJSON_AddItemToArray(arguments, cJSON_CreateString(*a));
     cJSON_AddStringToObject(verdict, "status", status);
     cJSON_AddStringToObject(verdict, "text", reason);
     cJSON_AddStringToObject(verdict, "class", evidence);
@@ -134,12 +137,6 @@ void report_series(const char *name, const double *values, int64_t count) {
     for (int64_t i = 0; i < count; i++) cJSON_AddItemToArray(array, json_number(values[i]));
     cJSON_DeleteItemFromObjectCaseSensitive(series, name);
     cJSON_AddItemToObject(series, name, array);
-}
-
-void report_text(const char *name, const char *value) {
-    cJSON *texts = json_child(json_root(), "texts", false);
-    cJSON_DeleteItemFromObjectCaseSensitive(texts, name);
-    cJSON_AddStringToObject(texts, name, value);
 }
 
 // ---- comparison of runs ----
@@ -314,6 +311,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
         row[i] = compare_quantity(quantity_of(run, i), y, floor, baseline, proof, allowed[i], json);
         all = all && row[i].holds;
     }
+    if (proof == PROOF_EXACT && !all) report.differs = true;
     if (!all || !report.quiet) {
         say("%s against %s: %s, %s", run->title, baseline->title, class_name(proof), rule);
         say("  %-18s  %9s  %9s  %13s        worst tensor", "", "relative", "maximum", "scale");
@@ -416,15 +414,16 @@ const char *report_evidence(void) {
     for (int proof = 0; proof < 3; proof++) {
         if (!report.compared[proof]) continue;
         if (proof == PROOF_EXACT)
-            used += (size_t)snprintf(text + used, size - used, "%sexact, 0 bits differ", used ? "; " : "");
+            used += (size_t)snprintf(text + used, size - used, "%s",
+                                     report.differs ? "not exact" : "exact, 0 bits differ");
         else
             used +=
                 (size_t)snprintf(text + used, size - used, "%s%s, %.1e of %.1e", used ? "; " : "",
                                  class_name((ProofClass)proof), report.worst[proof], report.bound[proof]);
     }
     if (report.equalities)
-        used += (size_t)snprintf(text + used, size - used, "%s%d of %d counts as predicted",
-                                 used ? "; " : "", report.equal, report.equalities);
+        snprintf(text + used, size - used, "%s%d of %d counts as predicted", used ? "; " : "",
+                 report.equal, report.equalities);
     if (!report.checks) snprintf(text, size, "nothing was checked");
     return text;
 }

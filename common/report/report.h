@@ -25,7 +25,7 @@ typedef struct Record {
     Memory memory;       // peaks over the run
     int64_t kept_bytes;  // activations held at the end of a micro-batch's forward, the largest of the run
     double flops;        // counted over the run
-    double model_seconds, wall_seconds;  // both clocks, whole run
+    double model_seconds;  // of the whole run
 } Record;
 
 // Until the trainer sets them, losses and norms are NaN and tensors absent: what it forgets cannot pass.
@@ -47,8 +47,8 @@ Record record_apart(const Record *record);
 // made the others: its error is measured relative to that floor, and never skipped.
 #define REPORT_NOISE 1e-6
 
-// What may differ: EXACT: not a single bit; REASSOCIATED: the order of sums (f64: 1e-10 relative); ROUNDED:
-// the precision of a narrower dtype.
+// What may differ: EXACT: not a single bit; REASSOCIATED: the order of sums, in f64 (1e-10 relative) or f32;
+// ROUNDED: that, and how 16-bit results are rounded.
 typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
 
 // How far a run may be from its baseline, relative. Gradients are those of the first step, before the
@@ -111,7 +111,6 @@ void report_json(const char *file);
 void report_step(void);  // a training step begins
 void report_number(const char *group, const char *name, double value, const char *unit);
 void report_series(const char *name, const double *values, int64_t count);
-void report_text(const char *name, const char *value);
 
 #ifdef __cplusplus
 }

@@ -41,7 +41,8 @@ AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *
     p.position = host_alloc(bytes);
     p.document = host_alloc(bytes);
     p.bound = host_alloc((size_t)(b * p.tiles) * sizeof *p.bound);
-    if (bytes) memcpy(p.position, position, bytes);
+    if (bytes && position) memcpy(p.position, position, bytes);
+    for (int64_t i = 0; i < b * s && !position; i++) p.position[i] = (int32_t)(i % s);
     if (bytes && document) memcpy(p.document, document, bytes);
     else if (bytes) memset(p.document, 0, bytes);
     for (int64_t i = 0; i < b * s && document; i++)
@@ -64,12 +65,7 @@ AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *
 }
 
 AttentionPositions attention_positions_whole(int64_t b, int64_t s) {
-    int32_t *position = host_alloc((size_t)(b * s) * sizeof *position);
-    for (int64_t sample = 0, at = 0; sample < b; sample++)
-        for (int64_t i = 0; i < s; i++) position[at++] = (int32_t)i;
-    AttentionPositions p = attention_positions_new(b, s, position, NULL);
-    free(position);
-    return p;
+    return attention_positions_new(b, s, NULL, NULL);
 }
 
 void attention_positions_free(AttentionPositions *p) {

@@ -38,8 +38,8 @@ typedef struct AttentionPositions {
     Tensor bounds;                 // (b, tiles, 4) i32 on the device
 } AttentionPositions;
 
-// position, document: (b, s) in host memory, copied. Documents are numbered from 0; NULL: all tokens belong
-// to one. The caller ends it with attention_positions_free.
+// position, document: (b, s) in host memory, copied. Position NULL: 0 to s - 1 in each sample. Documents are
+// numbered from 0; NULL: all tokens belong to one. The caller ends it with attention_positions_free.
 AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *position,
                                            const int32_t *document);
 // Positions 0 to s - 1 in order, in one document: a whole sequence on one device.

@@ -141,9 +141,3 @@ void clock_trace_close(FILE *out, const char *file) {
     fprintf(out, "\n]}\n");
     output_close(out, "--trace", file);
 }
-
-void clock_trace_write(const char *file) {
-    FILE *out = clock_trace_open(file);
-    clock_trace_part(out, 0, 1);
-    clock_trace_close(out, file);
-}

@@ -49,6 +49,8 @@ const char *dtype_name(DType dtype) {
     return name[dtype];
 }
 
+DType dtype_full(DType storage) { return storage == F64 ? F64 : F32; }
+
 static inline uint32_t bits_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);

@@ -42,12 +42,9 @@ static int64_t rows_of(Tensor t) { return tensor_exists(t) ? tensor_rows(t) : 0;
 static int64_t columns_of(Tensor t) { return tensor_exists(t) ? tensor_columns(t) : 0; }
 static int64_t count_of(Tensor t) { return tensor_exists(t) ? tensor_count(t) : 0; }
 
-// The dtype of statistics, losses and optimizer state for storage of this dtype.
-static DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
-
 // The dtype of a weight's gradient for storage of this dtype: the same, or f32 beside 16 bits.
 static DType gradient_of(DType dtype, Tensor gradient) {
-    return tensor_exists(gradient) && gradient.dtype == full(dtype) ? gradient.dtype : dtype;
+    return tensor_exists(gradient) && gradient.dtype == dtype_full(dtype) ? gradient.dtype : dtype;
 }
 
 // ---- rules ----
@@ -81,11 +78,8 @@ static bool among(const char *names, const char *name) {
 // What is written must share no memory with another argument, unless it may alias that one exactly.
 static void check_apart(const char *op, const Argument *out, const Argument *other) {
     Tensor a = out->tensor, b = other->tensor;
-    if (a.storage != b.storage || !count_of(a) || !count_of(b)) return;
-    int64_t a_first = a.offset * (int64_t)dtype_size(a.dtype),
-            b_first = b.offset * (int64_t)dtype_size(b.dtype);
-    if (a_first >= b_first + tensor_bytes(b) || b_first >= a_first + tensor_bytes(a)) return;
-    CHECK(among(out->over, other->name) && a_first == b_first && a.dtype == b.dtype,
+    if (!tensor_overlaps(a, b)) return;
+    CHECK(among(out->over, other->name) && a.offset == b.offset && a.dtype == b.dtype,
           "%s: %s %s would overwrite %s %s, with which it shares memory", op, out->name, tensor_text(a),
           other->name, tensor_text(b));
 }
@@ -261,7 +255,7 @@ void op_rmsnorm_forward(Tensor y, Tensor rstd, Tensor x, Tensor weight, double e
     need_floating("rmsnorm_forward", "x", x);
     const DType type = x.dtype;
     int64_t n = rows_of(x), h = columns_of(x);
-    if (BEGIN("rmsnorm_forward", type, 0, OUT(y, type, n, h), OUT(rstd, full(type), FLAT(n)),
+    if (BEGIN("rmsnorm_forward", type, 0, OUT(y, type, n, h), OUT(rstd, dtype_full(type), FLAT(n)),
               IN(x, type, n, h), IN(weight, type, FLAT(h))))
         RUN(rmsnorm_forward, type, at(y), at(rstd), at(x), at(weight), n, h, eps);
     clock_end();
@@ -274,7 +268,7 @@ void op_rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dresidual, Tensor dy,
     int64_t n = rows_of(x), h = columns_of(x);
     if (BEGIN("rmsnorm_backward", type, 0, OUT_OVER("dresidual dy", dx, type, n, h),
               INOUT(dweight, to, FLAT(h)), OPTIONAL(READ, dresidual, type, n, h), IN(dy, type, n, h),
-              IN(x, type, n, h), IN(weight, type, FLAT(h)), IN(rstd, full(type), FLAT(n))))
+              IN(x, type, n, h), IN(weight, type, FLAT(h)), IN(rstd, dtype_full(type), FLAT(n))))
         RUN(rmsnorm_backward, type, at(dx), to, at(dweight), at(dresidual), at(dy), at(x), at(weight),
             at(rstd), n, h);
     clock_end();
@@ -376,8 +370,8 @@ void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor t
     need_floating("cross_entropy_forward", "logits", logits);
     const DType type = logits.dtype;
     int64_t n = rows_of(logits), v = columns_of(logits);
-    if (BEGIN("cross_entropy_forward", type, 0, OUT(losses, full(type), FLAT(n)),
-              OUT(lse, full(type), FLAT(n)), IN(logits, type, n, v), IN(targets, I32, FLAT(n))))
+    if (BEGIN("cross_entropy_forward", type, 0, OUT(losses, dtype_full(type), FLAT(n)),
+              OUT(lse, dtype_full(type), FLAT(n)), IN(logits, type, n, v), IN(targets, I32, FLAT(n))))
         RUN(cross_entropy_forward, type, at(losses), at(lse), at(logits), at(targets), n, v);
     clock_end();
 }
@@ -392,7 +386,7 @@ void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor
     const DType type = logits.dtype;
     int64_t n = rows_of(logits), v = columns_of(logits);
     if (BEGIN("cross_entropy_backward", type, 0, OUT_OVER("logits", dlogits, type, n, v),
-              IN(logits, type, n, v), IN(lse, full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
+              IN(logits, type, n, v), IN(lse, dtype_full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
         RUN(cross_entropy_backward, type, at(dlogits), at(logits), at(lse), at(targets), scale, n, v);
     clock_end();
 }
@@ -446,8 +440,9 @@ void op_adamw(Tensor value, Tensor master, Tensor m, Tensor v, Tensor grad, Adam
     int64_t count = count_of(value);
     Argument to[] = {INOUT(value, type, FLAT(count)), OUT(value, type, FLAT(count))};
     if (BEGIN("adamw", type, 0, to[tensor_exists(master)],
-              OPTIONAL(UPDATED, master, full(type), FLAT(count)), INOUT(m, full(type), FLAT(count)),
-              INOUT(v, full(type), FLAT(count)), IN(grad, grad.dtype, FLAT(count))))
+              OPTIONAL(UPDATED, master, dtype_full(type), FLAT(count)),
+              INOUT(m, dtype_full(type), FLAT(count)),
+              INOUT(v, dtype_full(type), FLAT(count)), IN(grad, grad.dtype, FLAT(count))))
         RUN(adamw, type, at(value), at(master), at(m), at(v), grad.dtype, at(grad), hyper, count);
     clock_end();
 }
@@ -458,7 +453,8 @@ void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_sca
     const DType type = value.dtype;
     int64_t count = count_of(value);
     Argument to[] = {INOUT(value, type, FLAT(count)), OUT(value, type, FLAT(count))};
-    if (BEGIN("sgd", type, 0, to[tensor_exists(master)], OPTIONAL(UPDATED, master, full(type), FLAT(count)),
+    if (BEGIN("sgd", type, 0, to[tensor_exists(master)],
+              OPTIONAL(UPDATED, master, dtype_full(type), FLAT(count)),
               IN(grad, grad.dtype, FLAT(count))))
         kernel_sgd(type, at(value), at(master), grad.dtype, at(grad), lr, grad_scale, count);
     clock_end();

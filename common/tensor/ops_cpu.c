@@ -126,8 +126,6 @@ static void *scratch(size_t bytes) {
 
 // ---- one arithmetic for several storage types ----
 
-static DType arithmetic(DType storage) { return storage == F64 ? F64 : F32; }
-
 static void convert(DType to_dtype, void *to, DType from_dtype, const void *from, int64_t count) {
     const size_t to_size = dtype_size(to_dtype), from_size = dtype_size(from_dtype);
 #pragma omp parallel
@@ -148,16 +146,16 @@ static void *widen_to(DType wide, DType storage, const void *x, int64_t count) {
 }
 
 static void *widen(DType storage, const void *x, int64_t count) {
-    return widen_to(arithmetic(storage), storage, x, count);
+    return widen_to(dtype_full(storage), storage, x, count);
 }
 
 // Where to compute an output: in its own memory, or in scratch that narrow() then rounds into it.
 static void *wide_output(DType storage, void *y, int64_t count) {
-    return storage == arithmetic(storage) ? y : scratch((size_t)count * sizeof(float));
+    return storage == dtype_full(storage) ? y : scratch((size_t)count * sizeof(float));
 }
 
 static void narrow(DType storage, void *y, const void *wide, int64_t count) {
-    if (y != wide) convert(storage, y, arithmetic(storage), wide, count);
+    if (y != wide) convert(storage, y, dtype_full(storage), wide, count);
 }
 
 // ---- exponentials ----

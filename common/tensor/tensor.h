@@ -16,6 +16,8 @@ typedef enum DType { F64, F32, BF16, F16, E4M3, E5M2, I32, DTYPES } DType;
 
 size_t dtype_size(DType dtype);       // bytes of one element: 8 4 2 2 1 1 4
 DType dtype_wider(DType a, DType b);  // the wider of the two; a, if they have the same size
+// Of sums, statistics, losses and optimizer state for storage of this dtype: f64 for f64, f32 for all others.
+DType dtype_full(DType storage);
 const char *dtype_name(DType dtype);  // "f64" "f32" "bf16" "f16" "e4m3" "e5m2" "i32"
 
 // Conversions of one value, exact if the target can represent it, else rounded to nearest, ties to even.

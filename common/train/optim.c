@@ -85,7 +85,7 @@ static void step_part(const Optimizer *optimizer, Part p, const Param *param, do
 
 static Tensor widened(const Recipe *r, Tensor stored, StatePart at) {
     if (!tensor_exists(stored)) return stored;
-    Tensor wide = tensor_new(MEMORY_OPTIMIZER, r->weight == F64 ? F64 : F32, SHAPE(tensor_count(stored)));
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, dtype_full(r->weight), SHAPE(tensor_count(stored)));
     if (r->rounding) r->rounding->load(r->rounding->context, wide, stored, at);
     else op_copy(wide, stored);
     return wide;
@@ -125,7 +125,7 @@ static void step_narrow(const Optimizer *optimizer, const Recipe *r, Part p, con
 
 // Whether state is stored in fewer bits than it is computed in.
 static bool is_narrow(const Recipe *r) {
-    DType full = r->weight == F64 ? F64 : F32;
+    DType full = dtype_full(r->weight);
     return r->rounding || (recipe_has_masters(*r) && r->master != full) || r->moment != full ||
            r->second != full;
 }

@@ -46,9 +46,9 @@ on_hosts() {
     shift
     run "$work/agent" host1 "cd ${PWD@Q} && OMPI_MCA_orte_execute_quiet=1 mpirun \
         --allow-run-as-root --oversubscribe --bind-to none $settings -H host1:$each,host2:$each \
-        -n $((2 * each)) $as ${PWD@Q}/$build/$program $*"
+        -n $((2 * each)) $by $as ${PWD@Q}/$build/$program $*"
 }
-each=2 as=''
+each=2 as='' by=''
 crosses() {  # crosses NAME PROGRAM FLAGS…
     local name=$1
     shift
@@ -63,6 +63,12 @@ crosses "weights are gathered across" 02_zero/zero3 --steps 2
 crosses "tensor parallelism within, ZeRO-2 across" 03_tensor_parallel/sequence_parallel --tp 2 --dp 2 \
     --zero 2 --steps 2
 crosses "rows in flight across" 03_tensor_parallel/async_tensor_parallel --steps 2
+by='--map-by node'
+crosses "ranks that alternate between hosts" 01_data_parallel/ddp_naive --steps 2
+wanted "ranks that alternate between hosts: the hosts" &&
+    grep -qE '^4 ranks on 2 hosts: host1 \(2\), host2 \(2\)' "$out"
+report $? "ranks that alternate between hosts: the hosts"
+by=''
 if [ "$only" = '*' ]; then
     sent=$(ip -n $id-1 -s link show cable | awk '/TX:/ { getline; print $1 }')
     [ "$sent" -gt 1000000 ]

@@ -5,7 +5,7 @@
 #include "tensor/tensor.h"
 
 static const DType all_dtypes[] = {F64, F32, BF16, F16};
-static inline DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
+static inline DType full(DType dtype) { return dtype_full(dtype); }
 
 // A dtype, and one that a weight's gradient may have with it.
 enum { GRADIENT_DTYPES = 6 };
