@@ -33,7 +33,8 @@ static void start_gather(Model *m, Zero *zero, int unit) {
     if (u->count == 0) return;  // another stage's
     u->values = tensor_new(MEMORY_PARAMETER, m->params.recipe.weight, SHAPE(u->count));
     int64_t *counts = zero_part_counts(u);
-    zero->gathering[unit] = comm_all_gather(u->values, u->own_values, counts, u->replicas);
+    zero->gathering[unit] =
+        comm_all_gather_coded(u->values, u->own_values, counts, m->params.recipe.send_weights, u->replicas);
     free(counts);
 }
 
@@ -213,7 +214,8 @@ static void price(Price *price, const Model *m, const void *context) {
         if (u->count == 0) continue;
         own += (double)u->own_count;
         whole += (double)u->count;
-        price_all_gather(price, 1, u->own_count, m->params.recipe.weight, u->replicas);
+        price_all_gather_coded(price, 1, u->own_count, m->params.recipe.weight,
+                               m->params.recipe.send_weights, u->replicas);
         price_reduce_scatter(price, 1, u->count, u->own_count, m->params.recipe.sum, u->replicas);
     }
     price->values = price->gradients = price->states = own;

@@ -271,6 +271,7 @@ static void tables_are_of_training(Mesh mesh, const Config *config) {
     int told[ENDS + 1] = {0};
     x->moe->at = note;
     x->moe->at_context = told;
+    x->moe->ledger.keeps = true;
     held_out_loss(t, 1);
     report_that(
         x->passes + x->rows_sent + x->rows_served == 0,

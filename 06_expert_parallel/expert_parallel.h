@@ -67,11 +67,11 @@ typedef struct Balance {
     void (*backward)(void *context, const MicroBatch *micro, int layer, MoeKept *kept);
 } Balance;
 
-// Every count of rows that training has read, in order. A dry run, which routes nothing, takes its counts
-// from the ledger of a real run if it is given one, and otherwise routes evenly.
+// Every count of rows that training has read, in order, if somebody is to read them. A dry run, which routes
+// nothing, takes its counts from the ledger of a real run if it is given one, and otherwise routes evenly.
 typedef struct Ledger {
     int64_t *number, count, next;
-    bool replay;
+    bool keeps, replay;
 } Ledger;
 
 // Where a block's pass is; overlapped_experts.c is told. WAITS: the pass has started an all-to-all, of

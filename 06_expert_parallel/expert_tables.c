@@ -22,7 +22,8 @@ static void check_peak(const Trainer *t, const Config *config, Mesh mesh, Techni
     Trainer *dry = trainer_new(config, mesh, techniques);
     Moe *replayed = trainer_context(dry, &moe);
     Ledger own = replayed->ledger;
-    replayed->ledger = (Ledger){routed->ledger.number, routed->ledger.count, 0, true};
+    replayed->ledger =
+        (Ledger){.number = routed->ledger.number, .count = routed->ledger.count, .replay = true};
     memory_reset_peak();
     int64_t before = memory_account().now[MEMORY_ACTIVATION];
     for (int64_t step = 0; step < config->steps; step++) train_step(dry, NULL);
@@ -75,6 +76,8 @@ Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, b
     for (int64_t layer = 0; layer < config->layers && equal; layer++)
         param_set_value(&t->model->params, t->model->block[layer].router, zeros);
     free(zeros);
+    Moe *routed = trainer_context(t, &moe);
+    routed->ledger.keeps = mesh.world.size > 1;  // check_peak reads it
     Record record = train_record(t, mesh.world.size > 1 ? "several ranks" : "one device");
     Counted counted = {
         .steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};

@@ -46,10 +46,9 @@ static Tensor bias_of(void *context, int layer) {
 }
 
 // The factor that makes a sum over sequences a mean over the global batch, times the recipe's loss scale.
-static double gradient_scale(const Model *m, const MicroBatch *micro) {
+static double gradient_scale(const Model *m) {
     const Config *c = &m->config;
-    double sequences = (double)(c->micro_batch * c->grad_acc * m->mesh.dp.size);
-    return (micro->loss_scale > 0 ? micro->grad_scale / micro->loss_scale : 1) / sequences;
+    return m->grad_scale / (double)(c->micro_batch * c->grad_acc * m->mesh.dp.size);
 }
 
 static void backward(void *context, const MicroBatch *micro, int layer, MoeKept *kept) {
@@ -59,7 +58,7 @@ static void backward(void *context, const MicroBatch *micro, int layer, MoeKept 
     for (int64_t i = 0; i < e; i++) b->taken[layer * e + i] += (double)kept->own[i];
     if (b->rule.auxiliary == 0 && b->rule.z == 0) return;
     BalanceRule rule = b->rule;
-    rule.scale = gradient_scale(m, micro);
+    rule.scale = gradient_scale(m);
     Tensor losses = tensor_new(MEMORY_ACTIVATION, kept->logits.dtype, SHAPE(tensor_rows(kept->logits)));
     op_route_balance(losses, kept->dlogits, kept->logits, kept->chosen, micro->s, rule, b->moe->rule);
     tensor_free(&losses);

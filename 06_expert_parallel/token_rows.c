@@ -29,6 +29,7 @@ static bool from_ledger(Ledger *ledger, int64_t *count, int64_t numbers) {
 }
 
 static void to_ledger(Ledger *ledger, const int64_t *count, int64_t numbers) {
+    if (!ledger->keeps) return;
     ledger->number = realloc(ledger->number, (size_t)(ledger->count + numbers) * sizeof *ledger->number);
     CHECK(ledger->number, "out of host memory for %lld counts of rows", (long long)ledger->count);
     for (int64_t i = 0; i < numbers; i++) ledger->number[ledger->count++] = count[i];

@@ -220,11 +220,17 @@ static CostLayout layout_of(const Table *t) {
 static void check_run(const Table *t, const Published *r) {
     const CostLayout *l = &r->layout;
     double ranks = (double)l->tp * l->cp * l->pp * l->dp;
-    int64_t shared = l->dp * l->micro_batch;
+    int64_t shared = l->dp * l->micro_batch, experts = (int64_t)l->ep * l->etp;
     CHECK(ranks == r->cluster.gpus, "--runs %s, line %d: tp x cp x pp x dp is %.0f, and n_gpus is %d",
           t->path, t->line, ranks, r->cluster.gpus);
     CHECK(r->sequences % shared == 0, "--runs %s, line %d: dp x mbs, %lld, does not divide gbs %lld",
           t->path, t->line, (long long)shared, (long long)r->sequences);
+    CHECK((int64_t)l->dp * l->cp * l->tp % experts == 0,
+          "--runs %s, line %d: ep x etp, %lld, does not divide dp x cp x tp", t->path, t->line,
+          (long long)experts);
+    CHECK((int64_t)l->pp * l->chunks <= r->model.layers,
+          "--runs %s, line %d: pp x vpp, %lld stages, is more than %.0f layers", t->path, t->line,
+          (long long)l->pp * l->chunks, r->model.layers);
 }
 
 static void copy_text(char *to, size_t size, const char *from) { snprintf(to, size, "%s", from); }

@@ -303,8 +303,11 @@ int main(int argc, char **argv) {
     Refused *refused = host_alloc(MOST_REFUSALS * sizeof *refused);
     CellList cells = accepted_cells(comm_ranks(), &all, refused, &refusals);
     Cell *cell = cells.cell;
-    if (one >= 0) cell[0] = matrix_cell(one);
-    else if (part) chosen = part_of(cells, part);
+    if (one >= 0) {
+        cell[0] = matrix_cell(one);
+        Config config = matrix_config(&cell[0]);
+        check(&config);
+    } else if (part) chosen = part_of(cells, part);
     else chosen = pairwise(cells, (int)met_on, (uint64_t)seed);
     say("%lld combinations of %d rank%s", (long long)all, comm_ranks(), plural(comm_ranks()));
     for (int i = 0; i < refusals; i++)

@@ -52,11 +52,22 @@ passes "another layout goes on with the histories" $program --dtype bf16 --optim
     --steps 4 --ranks 4 --tp 2 --no-check --resume "$work/straight/step-000002"
 passes "rows of --sp go in 8 bits" $program --no-check --fp8 deepseek --fp8-wire --dtype bf16 --steps 2 \
     --fp8-tile 8 --ranks 2 --tp 2 --sp --optimizer adamw --lr 0.003
+wire="$one --dtype bf16 --fp8 te-delayed --ranks 4 --dp 2 --pp 2 --layers 2 --zero 3 --verbose"
+calls() { sed -n 's/^ *all_gather: calls of rank 0 .*measured *\([0-9]*\) .*equal$/\1/p' "$out" | head -n 1; }
+if wanted "weights of a pipeline with ZeRO-3 go in 8 bits: codes and scales"; then
+    run "$build/$program" ${wire/--layers 1/}
+    all=$(calls)
+    run "$build/$program" ${wire/--layers 1/} --fp8-wire
+    [ -n "$all" ] && [ "$(calls)" = $((2 * all)) ]
+    report $? "weights of a pipeline with ZeRO-3 go in 8 bits: codes and scales"
+fi
 passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 --optimizer adamw \
     --lr 0.001 \
     --proof-only
 refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
-refused "leave it out, or give --zero 3 or --tp 2 --sp" $program $one --dtype bf16 --fp8-wire
+refused "give --zero 3 with several ranks of dp, or --tp 2 --sp" $program $one --dtype bf16 --fp8-wire
+refused "give --zero 3 with several ranks of dp" $program $one --dtype bf16 --zero 3 --tp 2 \
+    --fp8-wire
 refused "--long 2 would fit" $program --layers 1 --ranks 1 --long 1
 refused "--long is of one device's training, which --proof-only leaves out" $program $one --long 2
 refused "--curves is of one device's training, which --proof-only leaves out" $program $one --curves \

@@ -64,7 +64,7 @@ crosses "tensor parallelism within, ZeRO-2 across" 03_tensor_parallel/sequence_p
     --zero 2 --steps 2
 crosses "rows in flight across" 03_tensor_parallel/async_tensor_parallel --steps 2
 by='--map-by node'
-crosses "ranks that alternate between hosts" 01_data_parallel/ddp_naive --steps 2
+crosses "ranks that alternate between hosts" 01_data_parallel/ddp_bucketed --steps 2
 wanted "ranks that alternate between hosts: the hosts" &&
     grep -qE '^4 ranks on 2 hosts: host1 \(2\), host2 \(2\)' "$out"
 report $? "ranks that alternate between hosts: the hosts"

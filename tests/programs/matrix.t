@@ -63,5 +63,6 @@ refused "--table /dev/full is no file on a disk" matrix --ranks 2 --cell 2 --tab
 refused "--list proves no cell, and --table tells of those that are" matrix --list --table "$work/list"
 refused "--machine is not one of matrix's flags" matrix --list --machine h200
 refused "--trace is not one of matrix's flags" matrix --list --trace "$work/trace"
+refused "--tp 2 with --experts: experts are not sharded over tp" matrix --ranks 2 --cell 320
 refused "--cell 999999999: there are cells 0 to " matrix --ranks 2 --cell 999999999
 finish
