@@ -188,9 +188,10 @@ int64_t kept_activation_bytes(const Config *config) {
 }
 
 // The peak is the larger of two moments of backward. Let x, ffn, q, kv, R be the bytes of (n, h), (n, f),
-// (n, a d), (n, kv d) and n statistics. At the head: all that is kept, and dnorm, x bytes. At the last
-// block: what the other blocks keep, all of this block, since what recomputation dropped has been computed
-// again, and the largest set of temporaries:
+// (n, a d), (n, kv d) and n statistics. At the head: all that is kept, and dnorm, x bytes, or before it the
+// losses, R bytes (more than x only for h = 1 in 16 bits). At the last block: what the other blocks keep,
+// all of this block, since what recomputation dropped has been computed again, and the largest set of
+// temporaries:
 //
 //     before Wdown       dy, dact                   x + ffn
 //     after Wgate, Wup   dy, dx                     2 x
@@ -206,7 +207,7 @@ int64_t peak_activation_bytes(const Config *config, DType gradient) {
     double w = (double)dtype_size(dtype_wider(config->dtype, gradient)) * (double)config->hidden;
     double inputs = 3 * 4 * z.n;
     double L = (double)config->layers, block = memory_block_activations(&plan);
-    double head = L * block + ends_activations(&plan) + z.x + w;
+    double head = L * block + ends_activations(&plan) + fmax(z.x + w, z.statistic);
     double attention = z.x + 2 * z.q + 2 * z.kv - z.statistic + w;
     double flowing = fmax(z.x + z.ffn, fmax(2 * z.x + w, attention));
     return (int64_t)fmax(head, inputs + (L - 1) * block + memory_block_activations(&complete) + flowing);

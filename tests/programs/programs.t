@@ -15,6 +15,8 @@ for dtype in f64 f32 bf16 f16; do
         --trace "$work/t.json"
     passes "train in $dtype" train $small --dtype $dtype --steps 12 --sample 3
 done
+passes "memory of a model whose rows have one element" memory --measure --hidden 1 --heads 1 --kv-heads 1 \
+    --head-size 2 --ffn 1 --dtype bf16
 passes "train with tied embeddings, SGD and recomputation" train $small --tied --optimizer sgd --lr 0.1 \
     --steps 12 --recompute full --sample 0 --grad-acc 2
 passes "recompute without a comparison" recompute $small --no-check
