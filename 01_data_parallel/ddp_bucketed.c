@@ -80,11 +80,8 @@ static void before_more(void *context, Model *model, int unit) {
 
 static void wait_for_all(void *context, Model *model) {
     Buckets *b = context;
-    for (int i = 0; i < b->count; i++) {
-        if (b->request[i]) comm_wait(b->request[i]);
-        b->request[i] = NULL;
-        b->sent[i] = 0;
-    }
+    comm_wait_all(b->request, b->count);
+    for (int i = 0; i < b->count; i++) b->sent[i] = 0;
     for (int unit = 0; unit < model->params.units; unit++) b->ready[unit] = 0;
 }
 
