@@ -59,6 +59,7 @@ static void backward(void *context, const MicroBatch *micro, int layer, MoeKept 
     if (b->rule.auxiliary == 0 && b->rule.z == 0) return;
     BalanceRule rule = b->rule;
     rule.scale = gradient_scale(m);
+    // What each token adds to the auxiliary loss; the printed loss is the cross-entropy alone.
     Tensor losses = tensor_new(MEMORY_ACTIVATION, kept->logits.dtype, SHAPE(tensor_rows(kept->logits)));
     op_route_balance(losses, kept->dlogits, kept->logits, kept->chosen, micro->s, rule, b->moe->rule);
     tensor_free(&losses);
