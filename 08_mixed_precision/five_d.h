@@ -24,7 +24,7 @@ typedef struct RankPlan {
     double weights, gradients, optimizer;  // bytes at their peak …
     double activations, peak;              // … and of all kinds together
     double sent[MOST_CALLS];               // bytes in a step, by kind of call (comm_counts' order)
-    double step_seconds, comm, exposed;    // on the model clock
+    double step_seconds, exposed;          // on the model clock
 } RankPlan;
 enum { PLAN_NUMBERS = sizeof(RankPlan) / sizeof(double) };
 

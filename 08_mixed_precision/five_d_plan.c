@@ -40,7 +40,6 @@ static RankPlan row_of(Mesh mesh, const Config *config, bool dry) {
                     .activations = (double)peak[MEMORY_ACTIVATION],
                     .peak = (double)cost.memory.peak_total,
                     .step_seconds = cost.step_seconds,
-                    .comm = cost.comm.model_seconds,
                     .exposed = cost.comm.exposed_seconds};
     for (int i = 0; i < cost.counted.kinds; i++) row.sent[i] = (double)cost.counted.sent[i].bytes;
     device_dry_run(true);
