@@ -104,7 +104,7 @@ static void check_techniques(const Config *config, Techniques techniques, int ra
     unsigned served = 0;
     for (int i = 0; techniques[i]; i++) {
         const Technique *technique = techniques[i];
-        if (technique->enabled && !technique->enabled(config)) continue;
+        if (!technique_is_on(technique, config)) continue;
         served |= technique->axes;
         if (technique->check) technique->check(config);
     }

@@ -46,6 +46,8 @@ int program_main(int argc, char **argv, const Program *program);  // a whole mai
 void layout_check(Config *config, int ranks, Techniques techniques);
 MeshShape layout_shape(const Config *config);
 
+// The same run on one device, with the micro-batches of all ranks of mesh.dp; it saves nothing.
+Config program_on_one_device(const Config *config, Mesh mesh);
 // Trains with these techniques (NULL: one device), from --resume's checkpoint if any; with `check`,
 // compares what it counted with the price.
 Record program_record(const Config *config, Mesh mesh, Techniques techniques, bool masked, bool check,

@@ -189,8 +189,7 @@ StepCost program_cost(const Config *config, Mesh mesh, Techniques techniques) {
 
 // ---- the proof ----
 
-// The config of the same run on one device.
-static Config on_one_device(const Config *config, Mesh mesh) {
+Config program_on_one_device(const Config *config, Mesh mesh) {
     Config whole = *config;
     whole.grad_acc *= mesh.dp.size;
     whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
@@ -223,7 +222,7 @@ static void check_peak(Mesh mesh, const StepCost *cost, const Record *record, bo
 
 // The columns to the left of this program's own: one device, and the preceding technique.
 static int columns_before(Column *column, const Config *config, Mesh mesh, const Program *program) {
-    Config whole = on_one_device(config, mesh), other = *config;
+    Config whole = program_on_one_device(config, mesh), other = *config;
     // For a program of one device the baseline is the same device, only slower: a dry run, whose model may
     // be large, leaves out its column.
     int columns = 0;
@@ -295,7 +294,7 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
         cost = dry_cost(config, mesh, techniques);
         check_peak(mesh, &cost, &record, counted.peak_by_data);
     }
-    Config whole = on_one_device(config, mesh);
+    Config whole = program_on_one_device(config, mesh);
     Bound bound;
     Record baseline = one_device(&whole, mesh, alone, masked, &bound);
     if (program) {

@@ -36,7 +36,7 @@ static void plug(Trainer *t, const Technique *technique, const Technique *taken[
     t->technique[t->techniques++] = technique;
 }
 
-static bool is_on(const Technique *technique, const Config *config) {
+bool technique_is_on(const Technique *technique, const Config *config) {
     return !technique->enabled || technique->enabled(config);
 }
 
@@ -44,12 +44,12 @@ int techniques_on(const Config *config, Techniques list, const Technique *on[MOS
     const Technique *flash = flash_attention.enabled(config) ? &flash_attention : NULL;
     int count = 0;
     for (int i = 0; list[i]; i++)
-        if (is_on(list[i], config) && technique_attends(list[i])) flash = NULL;
+        if (technique_is_on(list[i], config) && technique_attends(list[i])) flash = NULL;
     for (int i = 0; list[i]; i++) {
         CHECK(count + (flash != NULL) < MOST_TECHNIQUES, "more than %d techniques at once",
               MOST_TECHNIQUES);
         if (flash && !strcmp(list[i]->name, recompute.name)) on[count++] = flash, flash = NULL;
-        if (is_on(list[i], config)) on[count++] = list[i];
+        if (technique_is_on(list[i], config)) on[count++] = list[i];
     }
     if (flash) on[count++] = flash;
     return count;

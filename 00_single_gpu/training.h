@@ -119,6 +119,7 @@ typedef struct Trainer {
 // Fills `on` with those of the list that are on; returns how many. If the technique that decides how tokens
 // attend is off, as context parallelism is with --cp 1, flash attention obeys --documents and --attention.
 int techniques_on(const Config *config, Techniques list, const Technique *on[MOST_TECHNIQUES]);
+bool technique_is_on(const Technique *technique, const Config *config);
 bool technique_has_option(const Technique *technique, const char *name);
 // Shards and plugs those techniques that are on. NULL: those of one device, recomputation and flash
 // attention.

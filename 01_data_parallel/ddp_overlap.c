@@ -17,28 +17,24 @@
 
 // ---- the technique ----
 
-// A request for each weight whose gradient is in flight, else NULL.
-typedef struct Overlap {
-    Request **request;
-} Overlap;
-
+// context: for each weight, the request of its gradient while that is in flight, else NULL.
 static void start_all_reduces(void *context, Model *model, int unit, bool last) {
     (void)last;
-    Overlap *overlap = context;
+    Request **request = context;
     Params *p = &model->params;
     const Unit *u = &p->unit[unit];
     params_accumulate(p, unit);
     for (int i = u->first_param + u->params - 1; i >= u->first_param; i--)
-        overlap->request[i] = comm_all_reduce(param_total_grad(p, &p->param[i]), REDUCE_SUM, u->replicas);
+        request[i] = comm_all_reduce(param_total_grad(p, &p->param[i]), REDUCE_SUM, u->replicas);
 }
 
 // Returns whether any request was in flight.
-static bool wait_for_unit(Overlap *overlap, const Unit *u) {
+static bool wait_for_unit(Request **request, const Unit *u) {
     bool waited = false;
     for (int i = u->first_param + u->params - 1; i >= u->first_param; i--) {
-        if (!overlap->request[i]) continue;
-        comm_wait(overlap->request[i]);
-        overlap->request[i] = NULL;
+        if (!request[i]) continue;
+        comm_wait(request[i]);
+        request[i] = NULL;
         waited = true;
     }
     return waited;
@@ -56,21 +52,18 @@ static void wait_for_all(void *context, Model *model) {
 }
 
 static void *plug(Model *model) {
-    Overlap *overlap = host_alloc(sizeof *overlap);
-    overlap->request = calloc((size_t)model->params.count, sizeof *overlap->request);
-    CHECK(overlap->request, "out of host memory for requests");
-    model->sockets.gradients.context = overlap;
+    Request **request = calloc((size_t)model->params.count, sizeof *request);
+    CHECK(request, "out of host memory for requests");
+    model->sockets.gradients.context = request;
     model->sockets.gradients.begin = before_more;
     model->sockets.gradients.ready = start_all_reduces;
     model->sockets.gradients.finish = wait_for_all;
-    return overlap;
+    return request;
 }
 
 static void unplug(Model *model, void *context) {
     (void)model;
-    Overlap *overlap = context;
-    free(overlap->request);
-    free(overlap);
+    free(context);
 }
 
 static void price(Price *price, const Model *model, const void *context) {

@@ -60,14 +60,9 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
     sockets->gradients.finish(sockets->gradients.context, t->model);
     PassCost cost = {{forward, clock_total().model_seconds - forward},
                      {exposed, comm_total().exposed_seconds - exposed},
-                     0,
-                     0,
+                     clock_operation("copy").model_seconds,
+                     clock_operation("accumulate").model_seconds,
                      0};
-    const OpCount *operation;
-    for (int i = clock_operations(&operation) - 1; i >= 0; i--) {
-        if (!strcmp(operation[i].name, "copy")) cost.converting = operation[i].model_seconds;
-        if (!strcmp(operation[i].name, "accumulate")) cost.adding = operation[i].model_seconds;
-    }
     micro_batch_free(t->model, &micro);
     batch_free(&batch);
     trainer_free(t);

@@ -250,9 +250,7 @@ static int64_t buffer_bytes_of(const Record *record) { return record->memory.pea
 // Compares gradients that went through a buffer with those summed in place: no bit differs, except over
 // NCCL, which may add in a different order in each call.
 static void compare_sums(const Config *config, Mesh mesh, const Record *through, const Record *in_place) {
-    Config alone = *config;
-    alone.grad_acc *= mesh.dp.size;
-    alone.dp = alone.tp = 1;
+    Config alone = program_on_one_device(config, mesh);
     if (comm_sums_in_rank_order()) report_compare(through, in_place, PROOF_EXACT, bound_of(0));
     else report_compare(through, in_place, train_proof(config), train_bound(&alone, false, in_place));
 }

@@ -18,45 +18,38 @@ static void count_in_parts(Model *model) {
 
 static const Technique norm_in_parts = {.name = "norm in parts", .shard = count_in_parts};
 
-typedef struct RanksFirst {
-    int units;
-    Tensor *total;  // (units) {0} until the unit's first micro-batch
-} RanksFirst;
-
-// Sums the gradients of each micro-batch over ranks, and these sums over micro-batches.
+// Sums the gradients of each micro-batch over ranks, and these sums over micro-batches. context: the sum of
+// each unit, {0} until its first micro-batch.
 static void sum_over_ranks(void *context, Model *model, int unit, bool last) {
-    RanksFirst *twin = context;
+    Tensor *total = (Tensor *)context + unit;
     Unit *u = &model->params.unit[unit];
     Tensor sum = tensor_new(MEMORY_COMMUNICATION, model->params.recipe.sum, SHAPE(u->count));
     unit_widen_grads(&model->params, u, sum, 0);
     op_fill(u->grads, 0);
     u->waits = false;  // summed here
     comm_wait(comm_all_reduce(sum, REDUCE_SUM, u->replicas));
-    if (!tensor_exists(twin->total[unit])) {
-        twin->total[unit] = tensor_like(MEMORY_COMMUNICATION, sum);
-        op_fill(twin->total[unit], 0);
+    if (!tensor_exists(*total)) {
+        *total = tensor_like(MEMORY_COMMUNICATION, sum);
+        op_fill(*total, 0);
     }
-    op_accumulate(twin->total[unit], sum);
+    op_accumulate(*total, sum);
     tensor_free(&sum);
     if (!last) return;
-    op_copy(unit_total_grad(u), twin->total[unit]);
-    tensor_free(&twin->total[unit]);
+    op_copy(unit_total_grad(u), *total);
+    tensor_free(total);
 }
 
 static void *plug_ranks_first(Model *model) {
-    RanksFirst *twin = host_alloc(sizeof *twin);
-    *twin = (RanksFirst){model->params.units, calloc((size_t)model->params.units, sizeof(Tensor))};
-    CHECK(twin->total, "out of host memory for a twin");
-    model->sockets.gradients.context = twin;
+    Tensor *total = calloc((size_t)model->params.units, sizeof *total);
+    CHECK(total, "out of host memory for a twin");
+    model->sockets.gradients.context = total;
     model->sockets.gradients.ready = sum_over_ranks;
-    return twin;
+    return total;
 }
 
 static void unplug_ranks_first(Model *model, void *context) {
     (void)model;
-    RanksFirst *twin = context;
-    free(twin->total);
-    free(twin);
+    free(context);
 }
 
 static const Technique ranks_first = {

@@ -30,20 +30,6 @@ Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp) 
 
 // ---- attention alone ----
 
-static double operation_seconds(const char *name) {
-    const OpCount *operation;
-    for (int i = clock_operations(&operation) - 1; i >= 0; i--)
-        if (!strcmp(operation[i].name, name)) return operation[i].model_seconds;
-    return 0;
-}
-
-static double operation_flops(const char *name) {
-    const OpCount *operation;
-    for (int i = clock_operations(&operation) - 1; i >= 0; i--)
-        if (!strcmp(operation[i].name, name)) return operation[i].flops;
-    return 0;
-}
-
 // Runs the attention socket on tensors of this rank's shapes, in a dry run.
 static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) {
     const Sockets *sockets = &m->sockets;
@@ -70,10 +56,10 @@ static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) 
         cost->exposed[pass] = comm_total().exposed_seconds;
         cost->bytes[pass] = (double)comm_total().bytes;
         cost->held[pass] = (double)(memory_account().peak[MEMORY_COMMUNICATION] - before);
+        OpCount forward = clock_operation("attention_chunk_forward");
         cost->computing +=
-            operation_seconds("attention_chunk_forward") + operation_seconds("attention_chunk_backward");
-        if (pass == FORWARD)
-            cost->entries = operation_flops("attention_chunk_forward") / (4.0 * (double)(d * shape.heads));
+            forward.model_seconds + clock_operation("attention_chunk_backward").model_seconds;
+        if (pass == FORWARD) cost->entries = forward.flops / (4.0 * (double)(d * shape.heads));
     }
     sockets->attention.drop(sockets->attention.context, &kept);
     Tensor *const all[] = {&q, &k, &v, &o, &d_o, &dq, &dk, &dv};

@@ -173,6 +173,8 @@ void expert_tables(Mesh mesh, const Config *config);
 // Trains config's steps, prints who computed whose rows, and checks what was sent and kept against the
 // formulas. equal: routers begin with zeros, so that all tokens take the first experts.
 Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, bool equal);
+// One such step of equal routers, in f64, compared with one device's.
+void experts_all_alike(Mesh mesh, const Config *config, Techniques techniques);
 
 // ======================================================================================================
 // node_limited_routing.c: each token to few nodes, and to each of them once
@@ -201,6 +203,10 @@ void node_tables(Mesh mesh, const Config *config);
 // Listed after the pipeline, whose DualPipe pairs then overlap; without one, micro-batches overlap two by
 // two.
 extern const Technique overlapped_experts;
+
+// Compares two micro-batches in flight with one after the other: no bit may differ. Tied weights are not
+// compared.
+void experts_two_in_flight(Mesh mesh, const Config *config, Techniques in_flight, Techniques in_turn);
 
 // overlap_tables.c: how much of the all-to-alls it hides, at DeepSeek-V3's shape.
 void overlap_tables(Mesh mesh, const Config *config);

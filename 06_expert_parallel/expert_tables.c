@@ -92,6 +92,19 @@ Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, b
     return record;
 }
 
+void experts_all_alike(Mesh mesh, const Config *config, Techniques techniques) {
+    Config c = *config;
+    c.steps = 1;
+    Config whole = program_on_one_device(&c, mesh);
+    Record all = experts_trained(&c, mesh, techniques, true),
+           baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
+    bool quiet = report_quiet(!config->verbose);
+    report_compare(&all, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
+    report_quiet(quiet);
+    record_free(&all);
+    record_free(&baseline);
+}
+
 // ---- a block of Mixtral 8x7B, dry: equally many rows go to each expert ----
 
 // What one more block adds to a step.
@@ -148,9 +161,8 @@ static void mixtral_block(Mesh mesh, const Config *config) {
 
 void expert_tables(Mesh mesh, const Config *config) {
     if (config_number(config, "proof-only")) return;
-    Config c = *config, whole = *config;
-    c.steps = whole.steps = 1;
-    whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
+    Config c = *config;
+    c.steps = 1;
     say("\nRows by the rank that has the token, and the rank whose experts it takes:\n");
     Record routed = experts_trained(&c, mesh, expert_layouts(), false);
     record_free(&routed);
@@ -158,11 +170,5 @@ void expert_tables(Mesh mesh, const Config *config) {
     if (config->dtype != F64) return;
     say("\nThe same where all logits are equal, and every token takes the first %ld expert%s:\n", c.top_k,
         plural(c.top_k));
-    Record all = experts_trained(&c, mesh, expert_layouts(), true);
-    Record baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
-    bool quiet = report_quiet(!config->verbose);
-    report_compare(&all, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
-    report_quiet(quiet);
-    record_free(&all);
-    record_free(&baseline);
+    experts_all_alike(mesh, config, expert_layouts());
 }

@@ -79,38 +79,16 @@ static void beside_plain(Mesh mesh, Config c, int ranks, bool verbose) {
                 hops.crossings / tokens, bound, plain.crossings / tokens);
 }
 
-// All logits are equal: every token takes the first experts, in the first node, and the others get none.
-static void all_to_one_node(Mesh mesh, Config c) {
-    Config whole = c;
-    c.steps = whole.steps = 1;
-    whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
-    bool quiet = report_quiet(!c.verbose);
-    Record all = experts_trained(&c, mesh, node_limited_layouts(), true),
-           baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
-    report_compare(&all, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
-    report_quiet(quiet);
-    record_free(&all);
-    record_free(&baseline);
-}
-
-// Two micro-batches in flight, whose hops share the same links.
-static void two_in_flight(Mesh mesh, Config c) {
-    c.steps = 1;
-    Record both = program_record(&c, mesh, node_limited_overlapped(), false, false, "two in flight"),
-           single = program_record(&c, mesh, node_limited_layouts(), false, false, "one after the other");
-    bool quiet = report_quiet(!c.verbose);
-    report_compare(&both, &single, PROOF_EXACT, bound_of(0));
-    report_quiet(quiet);
-    record_free(&both);
-    record_free(&single);
-}
-
 void node_tables(Mesh mesh, const Config *config) {
     int ranks = (int)(config->gpus_per_node ? config->gpus_per_node : clock_machine()->gpus_per_node);
     if (config_number(config, "proof-only")) return;
-    if (config->dtype == F64) all_to_one_node(mesh, *config);
-    if (!config->tied && config_number(config, "zero") < 3 && comm_sums_in_rank_order())
-        two_in_flight(mesh, *config);
+    // All to the first node: the others get no row.
+    if (config->dtype == F64) experts_all_alike(mesh, config, node_limited_layouts());
+    Config once = *config;
+    once.steps = 1;
+    // The hops of both micro-batches share the same links.
+    if (config_number(config, "zero") < 3)
+        experts_two_in_flight(mesh, &once, node_limited_overlapped(), node_limited_layouts());
     if (mesh.ep.size > ranks && mesh.cp.size == 1 && mesh.pp.size == 1)
         beside_plain(mesh, *config, ranks, config->verbose);
 }

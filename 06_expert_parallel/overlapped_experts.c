@@ -294,11 +294,11 @@ const Technique overlapped_experts = {.name = "overlapped_experts",
                                       .unplug = unplug,
                                       .price = price};
 
-#ifndef NO_MAIN
-// If tied, the embedding's gradient is summed in another order: both heads' parts before both lookups'.
-static void check_bits(Mesh mesh, const Config *config) {
-    Record both = program_record(config, mesh, overlapped_layouts(), false, false, "two in flight"),
-           single = program_record(config, mesh, expert_layouts(), false, false, "one after the other");
+void experts_two_in_flight(Mesh mesh, const Config *config, Techniques in_flight, Techniques in_turn) {
+    // If tied, the embedding's gradient is summed in another order: both heads' parts before both lookups'.
+    if (config->tied || !comm_sums_in_rank_order()) return;
+    Record both = program_record(config, mesh, in_flight, false, false, "two in flight"),
+           single = program_record(config, mesh, in_turn, false, false, "one after the other");
     bool quiet = report_quiet(!config->verbose);
     report_compare(&both, &single, PROOF_EXACT, bound_of(0));
     report_quiet(quiet);
@@ -306,8 +306,9 @@ static void check_bits(Mesh mesh, const Config *config) {
     record_free(&single);
 }
 
+#ifndef NO_MAIN
 static void more(Mesh mesh, const Config *config) {
-    if (!config->tied && comm_sums_in_rank_order()) check_bits(mesh, config);
+    experts_two_in_flight(mesh, config, overlapped_layouts(), expert_layouts());
     if (!config_number(config, "proof-only")) overlap_tables(mesh, config);
 }
 

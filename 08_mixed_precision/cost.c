@@ -14,8 +14,7 @@
 #include "cost_block.h"
 
 CostModel cost_model(const Config *c) {
-    return (CostModel){.name = c->model,
-                       .layers = (double)c->layers,
+    return (CostModel){.layers = (double)c->layers,
                        .hidden = (double)c->hidden,
                        .heads = (double)c->heads,
                        .kv_heads = (double)c->kv_heads,
@@ -59,7 +58,7 @@ double cost_token_flops(const CostModel *m, bool causal) {
 
 typedef struct Stage {
     Parts parts;                  // of one micro-batch, both passes
-    double forward, again;        // computed forward, and of this what is computed once more
+    double forward;               // computed forward
     double weights, expert_part;  // stored, and of these in experts
 } Stage;
 
@@ -88,7 +87,6 @@ static void add_again(const Pricing *p, Stage *s, const Passes *block, double la
     }
     if (l->sp) more.tp /= 2;  // what leaves a region is not needed
     parts_add(&s->parts, &more, layers);
-    s->again += layers * parts_computed(&more);
 }
 
 static Stage stage_of(const Pricing *p, double layers, bool embedding, bool head) {
@@ -205,7 +203,6 @@ CostTime cost_time(const CostModel *model, const CostLayout *layout, const Clust
     CostTime time = {.multiply = m * e.multiply,
                      .attention = m * e.attention,
                      .memory = m * e.memory,
-                     .again = m * slow.again,
                      .bubble = habits->bubble * (pp - 1) / chunks * mean,
                      .tp = m * e.tp,
                      .cp = m * e.cp,

@@ -50,7 +50,6 @@ Efficiency *cost_table_rows(const CostTable *table, int *count);
 // ---- what is trained, on what, and how ----
 
 typedef struct CostModel {
-    const char *name;
     double layers, hidden, heads, kv_heads, head_size, ffn, vocab, seq;
     int matrices;  // of the feed-forward part: 3 with a gate, else 2
     bool tied;
@@ -89,7 +88,6 @@ typedef struct Cluster {
 typedef struct CostTime {
     double step;
     double multiply, attention, memory;  // computed, of the slowest stage
-    double again;                        // of these, a second time
     double bubble;
     double tp, cp, ep, dp, pp;  // exposed
     double optimizer;

@@ -26,8 +26,8 @@ enum { EMBEDDING, BLOCK, HEAD };
 
 typedef struct Stages {
     int count;
-    double forward[STAGES_MOST], input[STAGES_MOST], backward[STAGES_MOST];
-    double all, slowest, first;  // of a rank's stages, both passes
+    double forward[STAGES_MOST], backward[STAGES_MOST];
+    double all, slowest;  // of a rank's stages, both passes
     double hop;
     int layers;  // of rank 0
 } Stages;
@@ -56,7 +56,6 @@ static Stages stages_of(const Config *c, const LoneParts *p) {
         s.all += rank[i];
         s.slowest = fmax(s.slowest, rank[i]);
     }
-    s.first = rank[0];
     return s;
 }
 

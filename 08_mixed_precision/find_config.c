@@ -1,13 +1,14 @@
 // find_config.c: finds the layouts that train a model fastest on a cluster, and says how far to trust the
 // figure. Playbook: "Finding the Best Training Configuration", "Benchmarking thousands of configurations".
 //
-// The search makes two passes, with a clock whose factors are fitted to published runs:
+// Published runs fit the clock's eight factors: six shares of peaks and bandwidths that real programs reach,
+// the size of a multiply that reaches half of its rate, and the share of communication that is hidden. With
+// this clock the search makes two passes, in one process that stands for all ranks:
 //
-//     every legal layout     closed forms of what a rank holds and how long a step takes: microseconds each
-//     the best of them       a dry run of one block, in one process that stands for all ranks
-//     published runs         fit eight factors: six shares of peaks and bandwidths that real programs
-//                            reach, the size of a multiply that reaches half of its rate, and the share
-//                            of communication that is hidden
+//     every legal layout     closed forms of what a rank holds and how long a step takes, from a dry run of
+//                            one block that many layouts share: microseconds each
+//     the best of them       clocked: one stage by dry steps of few layers, several by a walk through the
+//                            schedule (cost_lone_step.c)
 //
 // How far to trust it: each series of published runs (published.csv) is predicted by factors fitted without
 // it, and the median error of these predictions is printed beside the step's time.

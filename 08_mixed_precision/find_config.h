@@ -60,8 +60,8 @@ typedef struct Goal {
 struct Found {
     int tp, cp, pp, dp, ep, zero, schedule, chunks, recompute, sp;
     int64_t micro_batch, micro_batches;
-    double quick, peak;  // closed forms
-    LoneTime time;       // clocked
+    double quick;   // seconds of a step, by closed forms
+    LoneTime time;  // clocked
     LoneMemory memory;
     LoneParts parts;
 };

@@ -134,8 +134,7 @@ static double watts_of(const char *text, double standard) {
 }
 
 static CostModel model_of(const Table *t) {
-    CostModel m = {.name = "",
-                   .layers = needed(t, "layers"),
+    CostModel m = {.layers = needed(t, "layers"),
                    .hidden = needed(t, "hidden"),
                    .heads = needed(t, "heads"),
                    .kv_heads = needed(t, "kv_heads"),

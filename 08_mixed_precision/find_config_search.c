@@ -88,7 +88,6 @@ static void price_layout(Space *s, const Found *layout) {
     if (!(memory.peak <= s->goal->memory)) return;
     s->search->fit++;
     f.quick = lone_time(&c, parts).step;
-    f.peak = memory.peak;
     f.parts = *parts;
     keep(s, &f);
 }

@@ -21,17 +21,18 @@ typedef struct RankPlan {
     double pp, dp, cp, tp, ep;             // its coordinates
     double layers[PLAN_WORDS];             // bits of the layers that it stores, up to PLAN_LAYERS
     double embedding, head;                // 0 or 1
-    double weights, gradients, optimizer;  // bytes at their peak …
-    double activations, peak;              // … and of all kinds together
+    double weights, gradients, optimizer;  // bytes, each kind at its peak
+    double activations;                    // likewise
     double sent[MOST_CALLS];               // bytes in a step, by kind of call (comm_counts' order)
-    double step_seconds, comm, exposed;    // on the model clock
+    double step_seconds, exposed;          // on the model clock
 } RankPlan;
 enum { PLAN_NUMBERS = sizeof(RankPlan) / sizeof(double) };
 
 // Of all ranks, the same on each: (world.size), the caller frees it. dry: nothing is computed.
 RankPlan *five_d_plan(Mesh mesh, const Config *config, bool dry);
 void five_d_plan_print(const RankPlan *plan, Mesh mesh, const Config *config);
-// Bytes by kind, memory and time of each rank as the plan says, but for what the routing of tokens decides.
+// Holds the step that was run against the plan, rank by rank: bytes held and sent, by kind, and the time on
+// the model clock; but not what the routing of tokens decides.
 void five_d_plan_compare(const RankPlan *plan, const RankPlan *run, Mesh mesh, const Config *config);
 
 #endif

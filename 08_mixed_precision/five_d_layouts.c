@@ -43,7 +43,6 @@ static void vocabulary_check(const Config *c) {
           "--vocab-parallel shards the vocabulary over the ranks of --tp, and there is one: leave "
           "it out, or give %s",
           config_more(c, "--tp"));
-    if (vocab_parallel.check) vocab_parallel.check(c);
 }
 
 // ---- the list ----

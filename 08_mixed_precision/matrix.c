@@ -46,10 +46,8 @@ static bool same_run(const Config *a, const Config *b) {
            config_number(a, "fp8") == config_number(b, "fp8");
 }
 
-static const Baseline *baseline_of(const Config *config) {
-    Config c = *config;
-    c.grad_acc *= c.dp;
-    c.dp = c.pp = c.cp = c.tp = c.ep = 1;
+static const Baseline *baseline_of(const Config *config, Mesh mesh) {
+    Config c = program_on_one_device(config, mesh);
     c.recompute = RECOMPUTE_NONE;
     for (int i = 0; i < baselines; i++)
         if (same_run(&baseline[i].config, &c)) return &baseline[i];
@@ -92,7 +90,7 @@ static bool prove(const Cell *cell, bool verbose) {
     bool quiet = report_quiet(!verbose);
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
     if (mesh.world.rank == 0) {  // the others wait in the next call
-        const Baseline *one = baseline_of(&c);
+        const Baseline *one = baseline_of(&c, mesh);
         report_compare(&run, &one->record, train_proof(&c), one->bound);
     }
     report_quiet(quiet);

@@ -38,11 +38,10 @@ enum { SHOWN = 5 };
 
 // Trains --shown steps on these ranks and on one device, and prints some losses of both.
 static void show_steps(Mesh mesh, const Config *config) {
-    Config c = *config, whole = *config;
-    c.steps = whole.steps = (int64_t)config_number(config, "shown");
+    Config c = *config;
+    c.steps = (int64_t)config_number(config, "shown");
     if (c.steps == 0) return;
-    whole.grad_acc *= mesh.dp.size;
-    whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
+    Config whole = program_on_one_device(&c, mesh);
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
     if (mesh.world.rank == 0) {  // the others wait in the next step
         Record one = program_record(&whole, mesh_single(), five_d_one_device(), false, false, "one device");

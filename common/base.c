@@ -165,6 +165,13 @@ char *format_text(const char *format, ...) {
     return text;
 }
 
+bool word_among(const char *names, const char *word) {
+    size_t length = strlen(word);
+    for (const char *at = names; (at = strstr(at, word)); at++)
+        if ((at == names || at[-1] == ' ') && (at[length] == ' ' || !at[length])) return true;
+    return false;
+}
+
 const char *printable(const char *text) {
     static char texts[4][100];
     static unsigned turn;

@@ -81,6 +81,9 @@ const char *plural(int64_t n);
 // The formatted text in memory of its own, which the caller frees.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
+// Whether the word is one of the names, which are separated by blanks.
+bool word_among(const char *names, const char *word);
+
 // A text read from a file, made safe to show in a message: at most 99 characters, with '?' for all that is
 // not printable ASCII and might command the reader's terminal. Rotates over 4 static buffers.
 const char *printable(const char *text);

@@ -4,11 +4,24 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+const char *fault_text(const char *format, ...) {
+    static char *sentence;  // a path may be of any length
+    char *before = sentence;
+    va_list arguments;
+    va_start(arguments, format);
+    int length = vasprintf(&sentence, format, arguments);
+    va_end(arguments);
+    CHECK(length >= 0, "out of host memory for a sentence");
+    free(before);  // which may be an argument
+    return sentence;
+}
 
 // ---- writing ----
 
@@ -166,12 +179,6 @@ static void remember(const uint8_t *bytes, size_t size, const char *path) {
         }
 }
 
-static const char *fault(const char *format, const char *path, const char *why) {
-    static char *sentence;  // a path may be of any length
-    free(sentence);
-    return sentence = format_text(format, path, why);
-}
-
 // The descriptor of a regular file, or -1 and the sentence in *wrong.
 static int open_input(const char *path, size_t *size, const char **wrong) {
     static const char cannot[] = "cannot open %s: %s",
@@ -179,13 +186,13 @@ static int open_input(const char *path, size_t *size, const char **wrong) {
     struct stat status;
     // Opening a FIFO would wait for its writer, and opening a device may start it.
     bool there = stat(path, &status) == 0;
-    *wrong = !there                     ? fault(cannot, path, strerror(errno))
-             : S_ISDIR(status.st_mode)  ? fault(is, path, "directory")
-             : !S_ISREG(status.st_mode) ? fault(is, path, "pipe or a device")
+    *wrong = !there                     ? fault_text(cannot, path, strerror(errno))
+             : S_ISDIR(status.st_mode)  ? fault_text(is, path, "directory")
+             : !S_ISREG(status.st_mode) ? fault_text(is, path, "pipe or a device")
                                         : NULL;
     if (*wrong) return -1;
     int file = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    if (file < 0 || fstat(file, &status) != 0) *wrong = fault(cannot, path, strerror(errno));
+    if (file < 0 || fstat(file, &status) != 0) *wrong = fault_text(cannot, path, strerror(errno));
     *size = (size_t)status.st_size;
     return file;
 }
@@ -199,7 +206,7 @@ const char *input_map(const char *path, const uint8_t **bytes, size_t *size) {
     if (*size) {
         void *memory = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, file, 0);
         if (memory == MAP_FAILED)
-            wrong = fault("%s cannot be mapped into memory: %s", path, strerror(errno));
+            wrong = fault_text("%s cannot be mapped into memory: %s", path, strerror(errno));
         else remember(*bytes = memory, *size, path);
     }
     close(file);
@@ -220,7 +227,7 @@ const char *input_text(const char *path, size_t most, char **text, size_t *size)
     const char *wrong;
     int file = open_input(path, size, &wrong);
     if (wrong) return wrong;
-    if (*size >= most) wrong = fault("%s is too long%s", path, "");
+    if (*size >= most) wrong = fault_text("%s is too long", path);
     size_t done = 0;
     ssize_t got = 1;
     *text = wrong ? NULL : host_alloc(*size + 1);
@@ -230,7 +237,7 @@ const char *input_text(const char *path, size_t most, char **text, size_t *size)
     }
     close(file);
     if (!wrong && done < *size)
-        wrong = fault("cannot read %s: %s", path, got < 0 ? strerror(errno) : "it became shorter");
+        wrong = fault_text("cannot read %s: %s", path, got < 0 ? strerror(errno) : "it became shorter");
     if (wrong) return free(*text), *text = NULL, wrong;
     (*text)[done] = '\0';
     return NULL;

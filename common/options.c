@@ -294,17 +294,9 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
     }
 }
 
-// Whether the word is one of the names, which are separated by blanks.
-static bool is_among(const char *names, const char *word) {
-    size_t length = strlen(word);
-    for (const char *at = names; (at = strstr(at, word)); at++)
-        if ((at == names || at[-1] == ' ') && (at[length] == ' ' || !at[length])) return true;
-    return false;
-}
-
 const char *option_given(const Option *table, int count, const char *names) {
     for (int i = 0; i < count; i++)
-        if (table[i].given && is_among(names, table[i].name)) return table[i].name;
+        if (table[i].given && word_among(names, table[i].name)) return table[i].name;
     return NULL;
 }
 

@@ -95,7 +95,8 @@ bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 // Prints the last line: "PASS <program>: <text> (<class and error, number of counts>)", "FAIL <program>:
 // <what failed first, where, and what that usually means (diagnosis.h)>" or, if no check failed but a bound
 // was too coarse, "UNPROVEN <program>: <why>". Returns the exit status: STATUS_PASS, STATUS_FAIL or
-// STATUS_UNPROVEN. It takes into account every check since the start, or since the last verdict.
+// STATUS_UNPROVEN. It takes into account every check since the start or the last verdict, and ends --json:
+// a later verdict writes no file.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 // A text that a PASS verdict adds; only the latest note counts.
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);

@@ -314,6 +314,12 @@ int clock_operations(const OpCount **operations) {
     return state.operations_count;
 }
 
+OpCount clock_operation(const char *name) {
+    for (int i = 0; i < state.operations_count; i++)
+        if (!strcmp(state.operations[i].name, name)) return state.operations[i];
+    return (OpCount){.name = name};
+}
+
 // ---- marks ----
 
 static int mark_index(const char *name) {

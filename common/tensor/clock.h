@@ -77,6 +77,7 @@ void clock_exclude(double seconds);
 OpCount clock_total(void);
 // Per operation, in order of first use; returns how many. The array belongs to the clock.
 int clock_operations(const OpCount **operations);
+OpCount clock_operation(const char *name);  // all zeros if there is none
 // Sets all counts to zero. The model time itself goes on.
 void clock_reset(void);
 

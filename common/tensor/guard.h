@@ -3,7 +3,7 @@
 // On a GPU, host code that follows a device pointer crashes. On the CPU it would work, and nobody would
 // notice the mistake. With ULTRASCALE_GUARD=1 in the environment all device memory of the CPU back end lies
 // in one range of addresses, which is inaccessible except between device_open and device_close: around an
-// operation (clock.c), around the moving of bytes (comm.c), and around copies from and to the host
+// operation (clock.c), around the moving of bytes (comm_agreement.c), and around copies from and to the host
 // (tensor.c). Any other access ends all ranks, with one sentence that names the source line and what the
 // memory holds. New memory is filled with NaN.
 #ifndef GUARD_H

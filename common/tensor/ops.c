@@ -67,19 +67,11 @@ static void check_shape(const char *op, const Argument *a) {
           (long long)a->rows, (long long)a->columns, dtype_name(a->dtype));
 }
 
-// Whether the words of `names` have `name` among them.
-static bool among(const char *names, const char *name) {
-    size_t length = strlen(name);
-    for (const char *at = names; (at = strstr(at, name)); at += length)
-        if ((at == names || at[-1] == ' ') && (at[length] == ' ' || !at[length])) return true;
-    return false;
-}
-
 // What is written must share no memory with another argument, unless it may alias that one exactly.
 static void check_apart(const char *op, const Argument *out, const Argument *other) {
     Tensor a = out->tensor, b = other->tensor;
     if (!tensor_overlaps(a, b)) return;
-    CHECK(among(out->over, other->name) && a.offset == b.offset && a.dtype == b.dtype,
+    CHECK(word_among(out->over, other->name) && a.offset == b.offset && a.dtype == b.dtype,
           "%s: %s %s would overwrite %s %s, with which it shares memory", op, out->name, tensor_text(a),
           other->name, tensor_text(b));
 }

@@ -9,7 +9,6 @@
 #include "data.h"
 
 #include <limits.h>
-#include <stdarg.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -32,16 +31,6 @@ static const TokenFile token_files[] = {{20240520, 1, 2}, {20240801, 7, 4}};  //
 // there; so llm.c's models and evaluation sets are recognized, and not read as text.
 enum { FIRST_MAGIC = 20240101, LAST_MAGIC = 20241231 };
 
-static const char *wrong(const char *format, ...) PRINTF_LIKE(1, 2);
-static const char *wrong(const char *format, ...) {
-    static char sentence[256];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(sentence, sizeof sentence, format, arguments);
-    va_end(arguments);
-    return sentence;
-}
-
 // The files are little-endian; the machine may not be, and `bytes` may be unaligned.
 static uint32_t read_word(const uint8_t *bytes, size_t width) {
     uint32_t word = 0;
@@ -52,36 +41,38 @@ static uint32_t read_word(const uint8_t *bytes, size_t width) {
 static const char *parse_token_file(const TokenFile *kind, const uint8_t *bytes, size_t size,
                                     Tokens *tokens) {
     if (size < HEADER_BYTES)
-        return wrong(
+        return fault_text(
             "the file is truncated: a token file has %d bytes of header, this one %zu bytes in all",
             HEADER_BYTES, size);
     uint32_t version = read_word(bytes + 4, 4), n = read_word(bytes + 8, 4);
     if (version != kind->version)
-        return wrong("the token file has version %u, and version %u is what can be read", version,
-                     kind->version);
-    if (n < 1 || n > INT32_MAX) return wrong("the header counts %d tokens", (int32_t)n);
+        return fault_text("the token file has version %u, and version %u is what can be read", version,
+                          kind->version);
+    if (n < 1 || n > INT32_MAX) return fault_text("the header counts %d tokens", (int32_t)n);
 
     // A header may promise 8 GB in a file of 2 KB.
     size_t expected = HEADER_BYTES + n * kind->width;
     if (size != expected)
-        return wrong("the file is %s: its header counts %u tokens, which makes %zu bytes, and it has %zu",
-                     size < expected ? "truncated" : "too long", n, expected, size);
+        return fault_text(
+            "the file is %s: its header counts %u tokens, which makes %zu bytes, and it has %zu",
+            size < expected ? "truncated" : "too long", n, expected, size);
 
     const Tokens read = {bytes + HEADER_BYTES, kind->width, n};
     for (size_t i = 0; i < n && kind->width == 4; i++)
         if (read_word(read.at + 4 * i, 4) > INT32_MAX)
-            return wrong("token %u at position %zu is beyond 31 bits", read_word(read.at + 4 * i, 4), i);
+            return fault_text("token %u at position %zu is beyond 31 bits", read_word(read.at + 4 * i, 4),
+                              i);
     *tokens = read;
     return NULL;
 }
 
 const char *data_parse(const uint8_t *bytes, size_t size, Tokens *tokens) {
-    if (size == 0) return wrong("the file is empty");
+    if (size == 0) return fault_text("the file is empty");
     uint32_t magic = size < 4 ? 0 : read_word(bytes, 4);
     for (size_t i = 0; i < sizeof token_files / sizeof *token_files; i++)
         if (magic == token_files[i].magic) return parse_token_file(&token_files[i], bytes, size, tokens);
     if (FIRST_MAGIC <= magic && magic <= LAST_MAGIC)
-        return wrong("the file has magic %u: it is one of llm.c's, but holds no tokens", magic);
+        return fault_text("the file has magic %u: it is one of llm.c's, but holds no tokens", magic);
 
     *tokens = (Tokens){bytes, 1, (int64_t)size};
     return NULL;

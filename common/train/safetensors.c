@@ -11,7 +11,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -34,20 +33,8 @@ static const char *const dtype_names[DTYPES] = {"F64", "F32", "BF16", "F16", "F8
 static const char *const foreign_dtypes[] = {"I64",  "U64", "U32", "I16",     "U16",     "I8",     "U8",
                                              "BOOL", "C64", "F4",  "F8_E8M0", "F6_E2M3", "F6_E3M2"};
 
-// ---- faults ----
-
-static const char *fault(const char *format, ...) PRINTF_LIKE(1, 2);
-static const char *fault(const char *format, ...) {
-    static char sentence[512];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(sentence, sizeof sentence, format, arguments);
-    va_end(arguments);
-    return sentence;
-}
-
 const char *file_fault(const char *verb, const char *path) {
-    return fault("cannot %s %s: %s", verb, path, strerror(errno));
+    return fault_text("cannot %s %s: %s", verb, path, strerror(errno));
 }
 
 // ---- the header ----
@@ -84,18 +71,18 @@ const char *name_twice(char *const *names, int count) {
 }
 
 static const char *parse_metadata(const cJSON *object, SafeTensors *result) {
-    if (!cJSON_IsObject(object)) return fault(METADATA " is no JSON object");
+    if (!cJSON_IsObject(object)) return fault_text(METADATA " is no JSON object");
     int count = cJSON_GetArraySize(object);
     result->key = host_alloc(count * sizeof *result->key);
     result->value = host_alloc(count * sizeof *result->value);
     for (const cJSON *item = object->child; item; item = item->next) {
         if (!cJSON_IsString(item))
-            return fault("the value of \"%s\" in " METADATA " is no string", printable(item->string));
+            return fault_text("the value of \"%s\" in " METADATA " is no string", printable(item->string));
         result->key[result->keys] = format_text("%s", item->string);
         result->value[result->keys++] = format_text("%s", item->valuestring);
     }
     const char *twice = name_twice(result->key, result->keys);
-    return twice ? fault("\"%s\" stands in " METADATA " twice", printable(twice)) : NULL;
+    return twice ? fault_text("\"%s\" stands in " METADATA " twice", printable(twice)) : NULL;
 }
 
 static const char *parse_dtype(const char *name, const cJSON *item, DType *dtype) {
@@ -104,21 +91,21 @@ static const char *parse_dtype(const char *name, const cJSON *item, DType *dtype
         if (!strcmp(text, dtype_names[i])) return *dtype = i, NULL;
     for (size_t i = 0; i < sizeof foreign_dtypes / sizeof *foreign_dtypes; i++)
         if (!strcmp(text, foreign_dtypes[i]))
-            return fault("tensor \"%s\" has dtype %s, which this program has no use for", name, text);
-    return fault("tensor \"%s\" has the unknown dtype \"%s\"", name, printable(text));
+            return fault_text("tensor \"%s\" has dtype %s, which this program has no use for", name, text);
+    return fault_text("tensor \"%s\" has the unknown dtype \"%s\"", name, printable(text));
 }
 
 // Multiplies *elements by the shape's.
 static const char *parse_shape(const char *name, const cJSON *item, SafeTensor *tensor, int64_t *elements) {
-    if (!cJSON_IsArray(item)) return fault("the shape of tensor \"%s\" is no list", name);
+    if (!cJSON_IsArray(item)) return fault_text("the shape of tensor \"%s\" is no list", name);
     for (const cJSON *size = item->child; size; size = size->next) {
         if (tensor->dims == MAX_DIMS)
-            return fault("tensor \"%s\" has more than %d dimensions", name, MAX_DIMS);
+            return fault_text("tensor \"%s\" has more than %d dimensions", name, MAX_DIMS);
         int64_t *dim = &tensor->shape[tensor->dims++];
         if (!whole_number(size, dim))
-            return fault("a dimension of tensor \"%s\" is no whole number from 0 to 2^53", name);
+            return fault_text("a dimension of tensor \"%s\" is no whole number from 0 to 2^53", name);
         if (__builtin_mul_overflow(*elements, *dim, elements))
-            return fault("the shape of tensor \"%s\" has more elements than 64 bits count", name);
+            return fault_text("the shape of tensor \"%s\" has more elements than 64 bits count", name);
     }
     return NULL;
 }
@@ -132,7 +119,8 @@ static const char *parse_tensor(const cJSON *object, const uint8_t *data, int64_
     const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(object, "data_offsets");
     // Exactly these three: a key that occurs twice might be read one way here and another way elsewhere.
     if (!cJSON_IsObject(object) || !dtype || !shape || !offsets || cJSON_GetArraySize(object) != 3)
-        return fault("tensor \"%s\" is not described by dtype, shape and data_offsets, once each", name);
+        return fault_text("tensor \"%s\" is not described by dtype, shape and data_offsets, once each",
+                          name);
 
     const char *wrong = parse_dtype(name, dtype, &tensor->dtype);
     if (wrong) return wrong;
@@ -140,16 +128,17 @@ static const char *parse_tensor(const cJSON *object, const uint8_t *data, int64_
     wrong = parse_shape(name, shape, tensor, &elements);
     if (wrong) return wrong;
     if (__builtin_mul_overflow(elements, (int64_t)dtype_size(tensor->dtype), &bytes))
-        return fault("tensor \"%s\" has more bytes than 64 bits count", name);
+        return fault_text("tensor \"%s\" has more bytes than 64 bits count", name);
     if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 ||
         !whole_number(offsets->child, &begin) || !whole_number(offsets->child->next, &end))
-        return fault("the data_offsets of tensor \"%s\" are not two whole numbers from 0 to 2^53", name);
+        return fault_text("the data_offsets of tensor \"%s\" are not two whole numbers from 0 to 2^53",
+                          name);
     if (begin > end || end > size)
-        return fault("tensor \"%s\" claims bytes %lld to %lld of %lld", name, (long long)begin,
-                     (long long)end, (long long)size);
+        return fault_text("tensor \"%s\" claims bytes %lld to %lld of %lld", name, (long long)begin,
+                          (long long)end, (long long)size);
     if (end - begin != bytes)
-        return fault("tensor \"%s\" has %lld bytes, its shape and dtype make %lld", name,
-                     (long long)(end - begin), (long long)bytes);
+        return fault_text("tensor \"%s\" has %lld bytes, its shape and dtype make %lld", name,
+                          (long long)(end - begin), (long long)bytes);
     tensor->name = format_text("%s", object->string);
     tensor->data = data + begin;
     tensor->bytes = bytes;
@@ -172,16 +161,16 @@ static const char *check_places(const SafeTensors *file, const uint8_t *data, co
     const char *wrong = NULL;
     for (int i = 0; i < file->count && !wrong; i++) {
         if (sorted[i]->data < data)
-            wrong = fault("tensors \"%s\" and \"%s\" overlap", printable(sorted[i - 1]->name),
-                          printable(sorted[i]->name));
+            wrong = fault_text("tensors \"%s\" and \"%s\" overlap", printable(sorted[i - 1]->name),
+                               printable(sorted[i]->name));
         else if (sorted[i]->data > data)
-            wrong = fault("a hole of %lld bytes lies before tensor \"%s\"",
-                          (long long)(sorted[i]->data - data), printable(sorted[i]->name));
+            wrong = fault_text("a hole of %lld bytes lies before tensor \"%s\"",
+                               (long long)(sorted[i]->data - data), printable(sorted[i]->name));
         else data += sorted[i]->bytes;
     }
     free(sorted);
     if (!wrong && data != end)
-        wrong = fault("%lld bytes at the end belong to no tensor", (long long)(end - data));
+        wrong = fault_text("%lld bytes at the end belong to no tensor", (long long)(end - data));
     return wrong;
 }
 
@@ -190,7 +179,7 @@ static const char *check_names(const SafeTensors *file) {
     for (int i = 0; i < file->count; i++) names[i] = file->tensor[i].name;
     const char *twice = name_twice(names, file->count);
     free(names);
-    return twice ? fault("tensor \"%s\" stands there twice", printable(twice)) : NULL;
+    return twice ? fault_text("tensor \"%s\" stands there twice", printable(twice)) : NULL;
 }
 
 static const char *parse_header(const cJSON *header, const uint8_t *data, int64_t size,
@@ -199,7 +188,7 @@ static const char *parse_header(const cJSON *header, const uint8_t *data, int64_
     for (const cJSON *item = header->child; item; item = item->next) {
         const char *wrong;
         if (!strcmp(item->string, METADATA)) {
-            wrong = result->key ? fault(METADATA " stands there twice") : parse_metadata(item, result);
+            wrong = result->key ? fault_text(METADATA " stands there twice") : parse_metadata(item, result);
         } else {
             SafeTensor tensor = {0};
             wrong = parse_tensor(item, data, size, &tensor);
@@ -213,16 +202,16 @@ static const char *parse_header(const cJSON *header, const uint8_t *data, int64_
 
 const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result) {
     *result = (SafeTensors){0};
-    if (size < LENGTH_BYTES) return fault("%zu bytes are too few for a safetensors file", size);
+    if (size < LENGTH_BYTES) return fault_text("%zu bytes are too few for a safetensors file", size);
     uint64_t length;
     memcpy(&length, bytes, LENGTH_BYTES);
     if (length > size - LENGTH_BYTES)
-        return fault("its header claims %llu bytes, and %zu are there", (unsigned long long)length,
-                     size - LENGTH_BYTES);
+        return fault_text("its header claims %llu bytes, and %zu are there", (unsigned long long)length,
+                          size - LENGTH_BYTES);
     if (length > HEADER_MAX)
-        return fault("its header of %llu bytes is longer than the %d that are allowed",
-                     (unsigned long long)length, HEADER_MAX);
-    if (memchr(bytes + LENGTH_BYTES, 0, length)) return fault("its header contains a zero byte");
+        return fault_text("its header of %llu bytes is longer than the %d that are allowed",
+                          (unsigned long long)length, HEADER_MAX);
+    if (memchr(bytes + LENGTH_BYTES, 0, length)) return fault_text("its header contains a zero byte");
 
     // A copy that ends in a zero: cJSON before 1.7.18 may look one byte past the text it is given. It
     // refuses nesting beyond 1,000 levels by itself, and text after the object because of its last
@@ -232,8 +221,8 @@ const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *re
     json[length] = '\0';
     cJSON *header = cJSON_ParseWithLengthOpts(json, length + 1, NULL, true);
     const uint8_t *data = bytes + LENGTH_BYTES + length;
-    const char *wrong = !cJSON_IsObject(header)  ? fault("its header is no JSON object")
-                        : has_escaped_zero(json) ? fault("its header contains an escaped zero byte")
+    const char *wrong = !cJSON_IsObject(header)  ? fault_text("its header is no JSON object")
+                        : has_escaped_zero(json) ? fault_text("its header contains an escaped zero byte")
                                                  : parse_header(header, data, bytes + size - data, result);
     cJSON_Delete(header);
     free(json);

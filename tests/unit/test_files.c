@@ -256,6 +256,19 @@ static void a_signal_that_is_sent_is_not_swallowed(void **state) {
     assert_true(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGBUS);
 }
 
+// The cause comes last, so none of it may be missing.
+static void a_fault_has_room_for_any_path(void **state) {
+    (void)state;
+    char path[2000];
+    memset(path, 'a', sizeof path - 1);
+    path[sizeof path - 1] = '\0';
+    const char *fault = fault_text("cannot write %s: %s", path, "No space left on device");
+    assert_int_equal(strlen(fault), strlen("cannot write : No space left on device") + sizeof path - 1);
+    assert_string_equal(fault + strlen(fault) - strlen("device"), "device");
+    fault = fault_text("c: %s", fault_text("b: %s", "a"));
+    assert_string_equal(fault, "c: b: a");
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
 #define TEST(name) cmocka_unit_test_setup_teardown(name, enter_folder, remove_folder)
@@ -272,6 +285,7 @@ int main(int argc, char **argv) {
         TEST(what_is_no_file_is_refused_without_waiting),
         TEST(a_file_that_becomes_shorter_is_named),
         TEST(a_signal_that_is_sent_is_not_swallowed),
+        TEST(a_fault_has_room_for_any_path),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

@@ -61,13 +61,6 @@ static void a_step_waits_once(void **state) {
     trainer_free(t);
 }
 
-static OpCount operation(const char *name) {
-    const OpCount *list;
-    for (int i = clock_operations(&list) - 1; i >= 0; i--)
-        if (!strcmp(list[i].name, name)) return list[i];
-    return (OpCount){.name = name};
-}
-
 // Neighbours in a unit that are stepped the same way are one range. Decay splits a block into norm | q k v
 // o | norm | gate up down, and the head into norm | head; without it a unit is one range.
 static void a_step_takes_few_operations(void **state) {
@@ -85,12 +78,12 @@ static void a_step_takes_few_operations(void **state) {
         train_step(t, NULL);
         clock_reset();
         train_step(t, NULL);
-        assert_int_equal(operation(cases[i].optimizer).calls, cases[i].calls);
+        assert_int_equal(clock_operation(cases[i].optimizer).calls, cases[i].calls);
         // The norm: one pass over all gradients, one sum for each weight.
         const Params *p = &t->model->params;
         double bytes = (double)tensor_bytes(params_total_grad(p)) + 8 * p->count;
-        assert_int_equal(operation("squares_of_ranges").calls, 1);
-        assert_true(operation("squares_of_ranges").bytes == bytes);
+        assert_int_equal(clock_operation("squares_of_ranges").calls, 1);
+        assert_true(clock_operation("squares_of_ranges").bytes == bytes);
         trainer_free(t);
     }
 }
@@ -108,7 +101,7 @@ static void narrow_state_is_stepped_weight_by_weight(void **state) {
     Trainer *t = trainer_with("dtype=f32 optimizer=adamw", (const Technique *[]){&narrow, NULL});
     clock_reset();
     train_step(t, NULL);
-    assert_int_equal(operation("adamw").calls, t->model->params.count);
+    assert_int_equal(clock_operation("adamw").calls, t->model->params.count);
     trainer_free(t);
 }
 
