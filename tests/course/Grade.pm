@@ -12,7 +12,7 @@ use File::Path 'make_path';
 use POSIX qw(:sys_wait_h :signal_h);
 use Source;
 use Time::HiRes qw(sleep time);
-our @EXPORT = qw(grade unfit prepare can_build compiled linked proof some);
+our @EXPORT = qw(grade unfit prepare can_build compiled linked proof some interrupted);
 
 our $build = $ENV{BUILD} // 'build';
 my $most_seconds = 25;         # of one run
@@ -74,6 +74,16 @@ sub end_all {
         sleep 0.05;
         while (waitpid(-1, WNOHANG) > 0) { }
     }
+}
+
+# Ends what was started, and then this process, by the signal that it got.
+sub interrupted {
+    my ($signal) = @_;
+    $SIG{$signal} = 'DEFAULT';
+    kill 'TERM', children($$);    # a launcher cleans up
+    sleep 0.5;
+    end_all('KILL');
+    kill $signal, $$;
 }
 
 # Runs a command in a folder; its output goes to files `out` and `err` there. Returns the exit status, or -1
@@ -174,6 +184,7 @@ sub said {
     my ($folder, $command) = @_;
     my $into = quoted("$folder/build.log");
     return '' if !system "ulimit -t 60; ulimit -f 65536; { $command; } >$into 2>&1 </dev/null";
+    interrupted('INT') if ($? & 127) == SIGINT;    # which perl ignores while it waits for a command
     my $log = some("$folder/build.log");
     return $1 if $log =~ /^(.*(?:error|undefined reference|multiple definition).*)$/m;
     return (split /\n/, $log)[0] // 'the compiler fails without a message';

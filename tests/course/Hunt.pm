@@ -112,11 +112,11 @@ sub hunt {
 sub abs_folder { return $_[0] =~ m{^/} ? $_[0] : Cwd::abs_path('.') . "/$_[0]" }
 
 # "pass" and the answer, or "fail" and which part of the place is right; "answer" and the answer if no place
-# is given.
+# is given; "not done" if nobody knows the answer yet.
 sub judged {
     my ($n, $at) = @_;
     my ($name, $file, $first, $last, $bug) = split /\n/, content(folder_of($n) . '/.answer') // '';
-    die "hunt $n has not been started: make hunt N=$n\n" if !$bug;
+    return ('not done', "it has not been started here: make hunt N=$n") if !$bug;
     my $answer = "$file:$first" . ($last > $first ? "-$last" : '') . ": $bug";
     return ('answer', $answer) if !defined $at;
     my ($where, $line) = $at =~ m{^\s*(\S+?):(\d+)\s*$} or die "AT=$at: a place is chapter/file.c:LINE\n";
@@ -130,17 +130,21 @@ sub answer {
     my ($n, $at) = @_;
     die "answer to which hunt? make hunt-answer N=1 AT=chapter/file.c:LINE\n" if !defined $n;
     my ($status, $words) = judged($n, $at);
+    die "hunt $n: $words\n" if $status eq 'not done';
     print { pass => 'PASS ', fail => 'FAIL ', answer => '' }->{$status} . "hunt $n: $words\n";
     return $status eq 'fail' ? 1 : 0;
 }
 
-# Grades a student's answers, lines such as "12 chapter/file.c:LINE".
+# Grades a student's answers, lines such as "12 chapter/file.c:LINE". Lines that begin with # are comments.
 sub graded_hunts {
     my ($file) = @_;
     my @results;
     for my $line (split /\n/, content($file) // '') {
-        my ($n, $at) = $line =~ /^\s*(\d+)\s+(\S+:\d+)\s*$/ or next;
-        my ($status, $words) = judged($n, $at);
+        next if $line =~ /^\s*(#|$)/;
+        my ($n, $at) = $line =~ /^\s*(\d+)\s+(\S+:\d+)\s*$/;
+        my ($status, $words) = defined $n ? judged($n, $at)
+            : ('fail', "a line is N chapter/file.c:LINE, and this is not: $line");
+        $n //= 'line';
         push @results, { exercise => "hunt $n", file => $file, status => $status, kind => 'hunt',
             first => $words, advice => '', run => '', seconds => 0 };
     }
