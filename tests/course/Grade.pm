@@ -220,6 +220,8 @@ my @advice = (
     [qr/micro_batch_ready is called/, 'last',
         'Techniques that sum gradients over ranks rely on this call, and on `last` in the last one of a '
         . 'step.'],
+    [qr/`ready` is called with `last`/, 'last',
+        'Each unit has a count of the micro-batches that are left: is it set anew for every step?'],
     [qr/averaged twice/, 'scale',
         'The loss is already divided by the labels of the whole batch: sum, and do not divide by N '
         . 'again.'],
