@@ -268,10 +268,9 @@ my @advice = (
     [qr/ is off by .*, and may be by/, 'numbers',
         'Which elements are wrong? The proof tries a single row, sizes that do not fill a tile, and large '
         . 'magnitudes.'],
-    [qr/(?:FLOPs|instr[.a-z]*): predicted/, 'counts',
-        'The numbers are right, but the number of operations is not: a product and a sum should be one '
-        . 'fmaf, and what does not change in a loop should be computed before it.'],
-    [qr/(?:requests|sectors|passes|conflicts|barriers): predicted/, 'counts', undef],
+    [qr/(?:FLOPs|instr[.a-z]*): predicted|FLOPs.*; the tiles that are not empty/, 'operations', undef],
+    [qr/(?:requests|sectors|passes|conflicts|barriers): predicted|; the tiles that are not empty/, 'counts',
+        undef],
     [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
         'Calls of two ranks are matched in the order in which they are started, and here both send, or '
         . 'both receive. Let one rank begin with the other call, or let both make one call of the two: '
@@ -339,18 +338,31 @@ my @advice = (
         'The gradients are right: are weights gathered after the step, and is each stepped exactly once?'],
 );
 
+# What a count should be, and is: in a row, in a verdict, or in the sentence about masks by tokens.
+sub counts_in {
+    my ($text) = @_;
+    my $number = qr/([\d.e+-]+)/;
+    return ($1, $2) if $text =~ /predicted +$number.*?measured +$number/;
+    return ($2, $1) if $text =~ /: $number, by its formula $number/;
+    return ($2, $1) if $text =~ /: $number [^;:]*; the tiles that are not empty take $number/;
+    return ();
+}
+
 # Advice for a count, from whether the measured one is above or below the predicted one.
 sub of_count {
     my ($text, $what) = @_;
-    my ($predicted, $measured) = $text =~ /predicted ([\d.e+-]+).*?measured ([\d.e+-]+)/;
-    ($measured, $predicted) = $text =~ /: ([\d.e+-]+), by its formula ([\d.e+-]+)/ if !defined $predicted;
-    return '' if !defined $predicted;
+    my ($predicted, $measured) = counts_in($text) or return '';
     my $more = $measured > $predicted;
     return 'Memory is above the formula: something is not freed, freed too late, or kept whole where a '
         . 'shard would do.'
         if $what eq 'memory' && $more;
     return 'Memory is below the formula: something is freed too early, or never allocated.'
         if $what eq 'memory';
+    return 'The numbers are right, but with more operations: a product and a sum should be one fmaf, and '
+        . 'what does not change in a loop should be computed before it.'
+        if $what eq 'operations' && $more;
+    return 'The numbers are right, with fewer operations than the formula has: which does it leave out?'
+        if $what eq 'operations';
     return $more ? 'The numbers are right, but cost more: what is read or written twice, or by lanes that '
         . 'are not neighbours? --verbose shows all counts.'
         : 'The numbers are right, but this costs less than the formula says: is it done elsewhere?'
@@ -511,7 +523,7 @@ sub is_within {
     my $verdict = pop @wrong;
     return 0 if !$e->{within} || !@wrong || $verdict !~ /^FAIL /;
     for (@wrong) {
-        my ($predicted, $measured) = / predicted +([\d.e+]+) .*measured +([\d.e+]+) / or return 0;
+        my ($predicted, $measured) = counts_in($_) or return 0;
         return 0 if $measured > $predicted * (1 + $e->{within} / 100);
     }
     return 1;
