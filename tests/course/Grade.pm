@@ -210,7 +210,8 @@ my @advice = (
         . '16 bits?'],
     [qr/not in ascending order/, 'tokens', 'Which tokens does the rank have, from the first to the last?'],
     [qr/does not lie within/, 'bounds',
-        'The view begins or ends outside the tensor. Are indices taken modulo N? In C, -1 % N is -1.'],
+        'The view begins or ends outside the tensor: is its first element wrong, or its count? An index may '
+        . 'also be that of another chunk or unit, or be negative: in C, -1 % N is -1.'],
     [qr/ where .* fits the others/, 'shape',
         'This operation got a tensor of the wrong shape or dtype: the wrong chunk or mask, or storage '
         . 'instead of a sum?'],
@@ -240,8 +241,11 @@ my @advice = (
     [qr/\(--timeout\)/, 'hang',
         'Ranks wait for each other. Read who waits for whom: a call is missing on one '
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
-    [qr/has \d+ elements, and its parts/, 'size',
-        'The parts do not add up to the whole: if N does not divide it, which rank has the remainder?'],
+    [qr/has \d+ elements, and its \d+ parts|gives? itself .* and takes/, 'size',
+        'The parts do not add up to the whole: if N does not divide it, which rank has the remainder? Are '
+        . 'the counts those of this group, one for each of its ranks?'],
+    [qr/part \d+ has -?\d+ elements/, 'size',
+        'Are the counts those of this group, one for each of its ranks?'],
     [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden
         |in\sflight(?:,|\swhen)|not\sin\sflight/x,
         'overlap',
@@ -253,13 +257,17 @@ my @advice = (
     [qr/^held to|holds \d+ passes between F and B/, 'memory',
         'The number of micro-batches between F and backward is not that of the formula: how far ahead do '
         . 'forwards run?'],
-    [qr/^it was stopped/, 'hang', 'No rank waits for another: a loop does not end.'],
+    [qr/^it was stopped/, 'hang',
+        'No rank waits for another: a loop does not end, or goes on far beyond what it looks for.'],
+    [qr/codes have another value/, 'codes',
+        'Which fields has this code? An exponent of 0, the highest one (infinity or NaN, by the fraction; in '
+        . 'e4m3 only the last code is NaN) and all others are three cases.'],
     [qr/^kernel .*has written yet/, 'race',
         'Is a barrier missing between the thread that writes it and the one that reads it, or does no '
         . 'thread write it?'],
     [qr/^kernel .*(?:with no __sync|another block of this launch)/, 'race',
         'Threads access this memory with no barrier between them: which one must have written, or read, '
-        . 'before the other?'],
+        . 'before the other? If they should not meet here at all, an index is wrong, or beyond an edge.'],
     [qr/^kernel .*(?:at byte \d+ of|out of bounds|before the start|not memory of)/, 'bounds',
         'An index is outside an array: what about the last block and the last tile, which may not be '
         . 'full?'],
@@ -295,6 +303,8 @@ my @advice = (
     [qr/^weights equal in all copies/, 'copies',
         'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
         . 'the table say that their gradients must be summed?'],
+    [qr/in flight and received.*predicted/, 'memory',
+        'What is sent, and what arrives, is MEMORY_COMMUNICATION: is it, and is all of it freed in time?'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
@@ -316,11 +326,14 @@ my @advice = (
         'Something that backward keeps is freed too early or too late: what does W still need after B?'],
     [qr/bubble|period|makespan/, 'bubble',
         'The order is valid, but ranks wait for longer than they must, or for less '
-        . 'than they can. Draw it: build/05_pipeline_parallel/schedule --schedule NAME.'],
+        . 'than they can. Draw it, with this program: --schedule NAME --stages p --micro-batches m.'],
+    [qr/^gradients .*all by this factor(?!: usually)/, 'gradients',
+        'All gradients are off by one factor, the scale: what is multiplied or divided once too often, or '
+        . 'summed over too many or too few ranks?'],
     [qr/^gradients .*scale (?:1\.[1-9]|[2-9]|\d\d)/, 'gradients',
         'Gradients are too large, but not by a whole factor: some contributions are counted several '
         . 'times.'],
-    [qr/^gradients .*scale (?:0\.[0-8]|-)/, 'gradients',
+    [qr/^gradients .*scale 0\.[0-8]/, 'gradients',
         'Gradients are too small, but not by a whole factor: some contributions are left out, or divided '
         . 'once too often.'],
     [qr/^gradients/, 'gradients',
@@ -431,11 +444,14 @@ sub unfit {
     my $mine = -s $file && -s $file < 1e6 ? content($file) : undef;
     return record($e, $file, 'fail', 'file', "$file is empty, unreadable or longer than a megabyte", '')
         if !defined $mine;
-    my ($part, $line, $number) = between($original, $f, $mine);
+    my ($part, $difference) = between($original, $f, $mine);
     return record(
-        $e, $file, 'fail', 'changed elsewhere', "line $number of $e->{file} is missing or changed: $line",
+        $e, $file, 'fail', 'changed elsewhere', $difference =~ s/the original/$e->{file}/r,
         "Only $e->{function} is graded, and helpers directly above it: restore the other lines.")
         if !defined $part;
+    return record($e, $file, 'fail', 'file', "the file has no function $e->{function}",
+        'The function keeps its name, and its arguments.')
+        if code_of($part) !~ /\b\Q$e->{function}\E\s*\(/;
     return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", "$e->{task}.")
         if code_of($part) =~ /\bTODO\s*\(/;
     return undef;
@@ -449,7 +465,9 @@ sub grade {
     my ($run, $seconds) = ('', sub { 0 + sprintf '%.1f', time - $began });
     my $end = sub { return { %{ record($e, $file, @_) }, run => $run, seconds => $seconds->() } };
     my $short = $folder =~ s{^.*?(?=\Q$build\E/grade)}{}r;
-    my $error = compiled($e, $file, $folder) || linked($e, $folder);
+    my $error = compiled($e, $file, $folder);
+    my ($warning) = some("$folder/build.log") =~ /^.*?:(\d+:\d+: warning: .*)$/m;
+    $error ||= linked($e, $folder);
     my $open = $error =~ /invalid storage class|at end of input/ ? 'A brace is not closed. ' : '';
     return $end->('fail', 'compile', $error, "${open}All output is in $short/build.log.") if length $error;
     my $passed = '';
@@ -461,6 +479,7 @@ sub grade {
         next if !length $wrong;
         my ($kind, $words) = advice($e, $wrong);
         $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
+        $words .= " The compiler has a warning, $warning." if defined $warning;
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);
     }
     if ($e->{then}) {
@@ -474,9 +493,15 @@ sub grade {
 # Other counts that are wrong: at most two of them.
 sub others {
     my ($folder, $first) = @_;
-    my @rows = some("$folder/out") =~ /^  (\S.*?)  +predicted +\S+  measured +\S+ .*FAIL$/mg;
-    my %seen = map { ($_ => 1) } grep { index($first, $_) == 0 } @rows;
-    my @more = grep { !$seen{$_}++ } @rows;
+    my (@more, %seen);
+    for (grep { /^  \S.*  predicted .*FAIL$/ } split /\n/, some("$folder/out")) {
+        my ($row) = /^  (\S.*?)  +predicted/;
+        my ($predicted, $measured) = counts_in($_) or next;
+        next if index($first, $row) == 0 || $seen{$row}++;
+        my $times = $predicted > 0 ? $measured / $predicted : 0;
+        my $whole = sprintf '%.0f', $times;
+        push @more, $row . ($whole > 1 && abs($times - $whole) < 0.01 ? ", $whole times" : '');
+    }
     return @more ? 'Also wrong: ' . join('; ', @more > 2 ? @more[0, 1] : @more) . '.' : ();
 }
 
@@ -512,7 +537,7 @@ sub proof {
     my $out = some("$folder/out");
     return ('', "numbers are right, no count is more than $e->{within}% above its formula")
         if length $wrong && is_within($e, $out);
-    my ($shown) = $out =~ /^PASS [^\n(]*\((.*)\)$/m;
+    my ($shown) = $out =~ /^PASS .*\(((?:[^()\n]|\([^()\n]*\))*)\)$/m;    # the last pair of parentheses
     return ($wrong, $shown // 'all tests pass');
 }
 

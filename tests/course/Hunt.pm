@@ -11,17 +11,18 @@ use Source;
 our @EXPORT = qw(hunt answer graded_hunts bugs);
 
 # Bugs that lie in a single file, one that some exercise's proof runs, in an order that gives no hint where
-# they are.
+# they are. Two mutants may be one edit, for two tests; they are one bug.
 sub bugs {
     my (@exercises) = @_;
-    my (%proof, @all);
+    my (%proof, %seen, @all);
     for (@exercises) { push @{ $proof{ $_->{file} } }, $_ }
     for my $table (glob 'tests/mutants/[0-9]*.txt') {
         for my $entry (split /^(?=name: )/m, content($table)) {
             my ($name) = $entry =~ /^name: +(\S+)/ or next;
             my @files = $entry =~ /^file: +(\S+)/mg;
             my ($bug) = $entry =~ /^bug: +(.*)/m;
-            next if @files != 1 || !$proof{ $files[0] };
+            my ($edit) = $entry =~ /^(file: .*)/ms;
+            next if @files != 1 || !$proof{ $files[0] } || $seen{ $edit =~ s/\s+/ /gr }++;
             push @all, { name => $name, file => $files[0], bug => $bug, exercises => $proof{ $files[0] } };
         }
     }
