@@ -531,7 +531,6 @@ sub proof {
     push @flags, '--timeout', $wait_seconds // 6 * patience() if $run =~ /--ranks/;
     unlink "$folder/out", "$folder/err";
     $seconds //= $most_seconds;
-    $seconds = $e->{seconds} if $e->{seconds} && $e->{seconds} < $seconds;
     my $busy = int($run =~ /--ranks/ ? 60 : 1 + $seconds);    # ranks that wait also use the processor
     my $command = $program // program_of($e, $folder);
     my $status = run_limited($folder, $seconds * patience(), $busy, $command, @flags);
