@@ -203,7 +203,7 @@ my @advice = (
         'A bucket ends with the unit that brings it to that many bytes: count the bytes of the sums, in '
         . 'their dtype.'],
     [qr/other replicas, expected|where the replicas change/, 'buckets',
-        'A bucket is one all-reduce: can units of other ranks be in it, and does one of zero bytes need any?'],
+        'A bucket is one all-reduce: can it have units of other ranks, and does one of zero bytes need any?'],
     [qr/stays in \w+: after each micro-batch/, 'accumulate',
         'A sum that is rounded to 16 bits after each addition loses small gradients: add each micro-batch '
         . 'to the f32 sums at once, and the last one before it is sent.'],
