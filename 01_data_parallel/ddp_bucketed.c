@@ -154,6 +154,30 @@ static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 
 // ---- how full buckets are ----
 
+// Six units that no bucket is full of: two in the middle have other replicas than the rest, and so has the
+// last one, which stores nothing. Buckets end where the replicas change, and none is empty.
+static void replicas_divide_buckets(void) {
+    enum { UNITS = 6, BUCKETS = 3 };
+    static const int64_t count[UNITS] = {4, 0, 2, 2, 4, 0};
+    static const bool other[UNITS] = {false, false, true, true, false, true};
+    static const int first[BUCKETS] = {4, 2, 0};
+    Unit unit[UNITS];
+    for (int i = 0; i < UNITS; i++)
+        unit[i] = (Unit){.count = count[i],
+                         .replicas = {.size = 2 + other[i], .handle = other[i]},
+                         .grads = tensor_new(MEMORY_GRADIENT, F32, SHAPE(count[i]))};
+    const Params p = {.unit = unit, .units = UNITS, .recipe.sum = F32};
+    int first_unit[UNITS], buckets = bucket_starts(&p, 1000, first_unit);
+    report_that(buckets == BUCKETS,
+                "%d buckets for units of which one stores nothing and two have other replicas, expected %d",
+                buckets, BUCKETS);
+    for (int i = 0; i < BUCKETS && buckets == BUCKETS; i++)
+        report_that(first_unit[i] == first[i],
+                    "bucket %d begins with unit %d, and with unit %d where the replicas change", i + 1,
+                    first_unit[i], first[i]);
+    for (int i = 0; i < UNITS; i++) tensor_free(&unit[i].grads);
+}
+
 // Checks that each bucket reaches --bucket-mb with its last unit, not before; the last one may be smaller.
 static void buckets_are_full(Mesh mesh, const Config *config) {
     device_dry_run(true);
@@ -232,6 +256,7 @@ static double tokens_by_clock(Mesh mesh, int64_t most) {
 }
 
 static void overlap_condition(Mesh mesh, const Config *config) {
+    replicas_divide_buckets();
     buckets_are_full(mesh, config);
     int n = mesh.dp.size;
     if (n == 1) return;

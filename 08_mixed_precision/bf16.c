@@ -139,8 +139,12 @@ static void round_halves(void) {
 // elements from 1 on, as ZeRO shards them.
 static void round_parts(void) {
     enum { ROWS = 3, COLUMNS = 4, ROW = 2, COLUMN = 3, FULL_ROWS = 6, FULL = 8, FIRST = 1, STEP = 7 };
-    const Param whole = {.name = "weight", .full = {FULL_ROWS, FULL}, .shape = {FULL_ROWS, FULL}},
+    const Param whole = {.name = "weight",
+                         .dims = 2,
+                         .full = {FULL_ROWS, FULL},
+                         .shape = {FULL_ROWS, FULL}},
                 part = {.name = "weight",
+                        .dims = 2,
                         .full = {FULL_ROWS, FULL},
                         .shape = {ROWS, COLUMNS},
                         .first = {ROW, COLUMN}};

@@ -125,7 +125,7 @@ static bool same(double x, double y) { return isnan(x) ? isnan(y) : x == y && si
 // All codes of a format; of float32, with four billion, every exponent with some mantissas.
 static uint32_t stride(const Format *f) { return f->dtype == F32 ? 99991 : 1; }
 
-static void check_codes(const Format *f) {
+static bool check_codes(const Format *f) {
     uint64_t codes = 1ull << (1 + f->exponent + f->mantissa), wrong = 0, first = 0;
     for (uint64_t code = 0; code < codes; code += stride(f)) {
         uint32_t c = (uint32_t)code;  // its low bytes are the code: the machine is little-endian
@@ -133,8 +133,9 @@ static void check_codes(const Format *f) {
         dtype_convert(&x, F64, &c, f->dtype, 1);
         if (!same(x, value_of(f, c)) && wrong++ == 0) first = code;
     }
-    report_that(wrong == 0, "%s: %ld codes have another value than their fields say; the first is %#lx, %g",
-                f->name, (long)wrong, (long)first, value_of(f, (uint32_t)first));
+    return report_that(wrong == 0,
+                       "%s: %ld codes have another value than their fields say; the first is %#lx, %g",
+                       f->name, (long)wrong, (long)first, value_of(f, (uint32_t)first));
 }
 
 // Rounding is monotonic, so it is enough to check it at each boundary: at the numbers themselves, halfway
@@ -332,17 +333,17 @@ int main(int argc, char **argv) {
                   "  formats --svg points.svg",
                   table, sizeof table / sizeof *table);
     report_json(json);
-    show_ranges();
-    show_resolution();
-    show_points();
-    show_value(value);
-    show_updates((uint64_t)seed);
-    for (const Format *f = formats; f < formats + FORMATS; f++) {
-        check_codes(f);
-        check_rounding(f);
-        check_unbiased(f);
+    bool sound = true;
+    for (const Format *f = formats; f < formats + FORMATS; f++) sound &= check_codes(f);
+    if (sound) {  // all else asks for values, and counts codes up to the first that is not a number
+        show_ranges();
+        show_resolution();
+        show_points();
+        show_value(value);
+        show_updates((uint64_t)seed);
+        for (const Format *f = formats; f < formats + FORMATS; f++) check_rounding(f), check_unbiased(f);
+        if (svg && base_rank() == 0) draw_points(svg);
     }
-    if (svg && base_rank() == 0) draw_points(svg);
     return report_verdict(
         "five formats are what their bits say, and every float32 number is stored as the nearest");
 }

@@ -227,8 +227,8 @@ static void check_parts(const Request *r, const int64_t *counts, Tensor whole, T
     for (int i = 0; i < c->group.size; i++)
         CHECK(counts[i] >= 0, "%s: part %d has %lld elements", name, i, (long long)counts[i]);
     CHECK(!tensor_exists(whole) || tensor_count(whole) == r->total,
-          "%s: %s has %lld elements, and its parts have %lld", name, whole_name,
-          (long long)tensor_count(whole), (long long)r->total);
+          "%s: %s has %lld elements, and its %d parts have %lld", name, whole_name,
+          (long long)tensor_count(whole), c->group.size, (long long)r->total);
     CHECK(tensor_count(part) == counts[c->group.rank], "%s: %s has %lld elements, and part %d has %lld",
           name, part_name, (long long)tensor_count(part), c->group.rank, (long long)counts[c->group.rank]);
     CHECK(!tensor_exists(whole) || whole.dtype == part.dtype, "%s: in and out are %s and %s", name,
@@ -310,10 +310,10 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
               "all_to_all: part %d has %lld elements to give and %lld to take", i, (long long)give[i],
               (long long)take[i]);
     r->total = sum_of(give, n);
-    CHECK(r->total == tensor_count(in), "all_to_all: in has %lld elements, and its parts have %lld",
-          (long long)tensor_count(in), (long long)r->total);
+    CHECK(r->total == tensor_count(in), "all_to_all: in has %lld elements, and its %d parts have %lld",
+          (long long)tensor_count(in), n, (long long)r->total);
     CHECK(sum_of(take, n) == tensor_count(out),
-          "all_to_all: out has %lld elements, and its parts have %lld", (long long)tensor_count(out),
+          "all_to_all: out has %lld elements, and its %d parts have %lld", (long long)tensor_count(out), n,
           (long long)sum_of(take, n));
     CHECK(give[me] == take[me], "all_to_all: member %d gives itself %lld elements and takes %lld", me,
           (long long)give[me], (long long)take[me]);

@@ -97,7 +97,7 @@ const char *diagnose_count(double measured, double expected, const char *unit) {
         if (near(ratio, 1 / s->size, 1e-9))
             say_also(ranks && bytes ? "sharded once more over " : "once for all of ", s,
                      ranks && bytes ? "" : ", where once for each was due");
-        if (near(ratio, s->size / (s->size - 1), 1e-9) && ranks)
+        if (near(ratio, s->size / (s->size - 1), 1e-9) && ranks && bytes)
             say_also("a rank's own part is sent, too, on ", s, "");
         if (near(ratio, (s->size - 1) / s->size, 1e-9) && ranks) say_also("one part too few, on ", s, "");
     }

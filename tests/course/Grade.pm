@@ -12,7 +12,7 @@ use File::Path 'make_path';
 use POSIX qw(:sys_wait_h :signal_h);
 use Source;
 use Time::HiRes qw(sleep time);
-our @EXPORT = qw(grade unfit prepare can_build compiled linked proof some);
+our @EXPORT = qw(grade unfit prepare can_build compiled linked proof some interrupted);
 
 our $build = $ENV{BUILD} // 'build';
 my $most_seconds = 25;         # of one run
@@ -74,6 +74,16 @@ sub end_all {
         sleep 0.05;
         while (waitpid(-1, WNOHANG) > 0) { }
     }
+}
+
+# Ends what was started, and then this process, by the signal that it got.
+sub interrupted {
+    my ($signal) = @_;
+    $SIG{$signal} = 'DEFAULT';
+    kill 'TERM', children($$);    # a launcher cleans up
+    sleep 0.5;
+    end_all('KILL');
+    kill $signal, $$;
 }
 
 # Runs a command in a folder; its output goes to files `out` and `err` there. Returns the exit status, or -1
@@ -174,6 +184,7 @@ sub said {
     my ($folder, $command) = @_;
     my $into = quoted("$folder/build.log");
     return '' if !system "ulimit -t 60; ulimit -f 65536; { $command; } >$into 2>&1 </dev/null";
+    interrupted('INT') if ($? & 127) == SIGINT;    # which perl ignores while it waits for a command
     my $log = some("$folder/build.log");
     return $1 if $log =~ /^(.*(?:error|undefined reference|multiple definition).*)$/m;
     return (split /\n/, $log)[0] // 'the compiler fails without a message';
@@ -191,6 +202,8 @@ my @advice = (
     [qr/make it full: too (?:early|late)/, 'buckets',
         'A bucket ends with the unit that brings it to that many bytes: count the bytes of the sums, in '
         . 'their dtype.'],
+    [qr/other replicas, expected|where the replicas change/, 'buckets',
+        'A bucket is one all-reduce: can it have units of other ranks, and does one of zero bytes need any?'],
     [qr/stays in \w+: after each micro-batch/, 'accumulate',
         'A sum that is rounded to 16 bits after each addition loses small gradients: add each micro-batch '
         . 'to the f32 sums at once, and the last one before it is sent.'],
@@ -199,7 +212,8 @@ my @advice = (
         . '16 bits?'],
     [qr/not in ascending order/, 'tokens', 'Which tokens does the rank have, from the first to the last?'],
     [qr/does not lie within/, 'bounds',
-        'The view begins or ends outside the tensor. Are indices taken modulo N? In C, -1 % N is -1.'],
+        'The view begins or ends outside the tensor: is its first element wrong, or its count? An index may '
+        . 'also be that of another chunk or unit, or be negative: in C, -1 % N is -1.'],
     [qr/ where .* fits the others/, 'shape',
         'This operation got a tensor of the wrong shape or dtype: the wrong chunk or mask, or storage '
         . 'instead of a sum?'],
@@ -209,6 +223,8 @@ my @advice = (
     [qr/micro_batch_ready is called/, 'last',
         'Techniques that sum gradients over ranks rely on this call, and on `last` in the last one of a '
         . 'step.'],
+    [qr/`ready` is called with `last`/, 'last',
+        'Each unit has a count of the micro-batches that are left: is it set anew for every step?'],
     [qr/averaged twice/, 'scale',
         'The loss is already divided by the labels of the whole batch: sum, and do not divide by N '
         . 'again.'],
@@ -227,8 +243,11 @@ my @advice = (
     [qr/\(--timeout\)/, 'hang',
         'Ranks wait for each other. Read who waits for whom: a call is missing on one '
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
-    [qr/has \d+ elements, and its parts/, 'size',
-        'The parts do not add up to the whole: if N does not divide it, which rank has the remainder?'],
+    [qr/has \d+ elements, and its \d+ parts|gives? itself .* and takes/, 'size',
+        'The parts do not add up to the whole: if N does not divide it, which rank has the remainder? Are '
+        . 'the counts those of this group, one for each of its ranks?'],
+    [qr/part \d+ has -?\d+ elements/, 'size',
+        'Are the counts those of this group, one for each of its ranks?'],
     [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden
         |in\sflight(?:,|\swhen)|not\sin\sflight/x,
         'overlap',
@@ -240,13 +259,17 @@ my @advice = (
     [qr/^held to|holds \d+ passes between F and B/, 'memory',
         'The number of micro-batches between F and backward is not that of the formula: how far ahead do '
         . 'forwards run?'],
-    [qr/^it was stopped/, 'hang', 'No rank waits for another: a loop does not end.'],
+    [qr/^it was stopped/, 'hang',
+        'No rank waits for another: a loop does not end, or goes on far beyond what it looks for.'],
+    [qr/codes have another value/, 'codes',
+        'Which fields has this code? An exponent of 0, the highest one (infinity or NaN, by the fraction; in '
+        . 'e4m3 only the last code is NaN) and all others are three cases.'],
     [qr/^kernel .*has written yet/, 'race',
         'Is a barrier missing between the thread that writes it and the one that reads it, or does no '
         . 'thread write it?'],
     [qr/^kernel .*(?:with no __sync|another block of this launch)/, 'race',
         'Threads access this memory with no barrier between them: which one must have written, or read, '
-        . 'before the other?'],
+        . 'before the other? If they should not meet here at all, an index is wrong, or beyond an edge.'],
     [qr/^kernel .*(?:at byte \d+ of|out of bounds|before the start|not memory of)/, 'bounds',
         'An index is outside an array: what about the last block and the last tile, which may not be '
         . 'full?'],
@@ -255,10 +278,9 @@ my @advice = (
     [qr/ is off by .*, and may be by/, 'numbers',
         'Which elements are wrong? The proof tries a single row, sizes that do not fill a tile, and large '
         . 'magnitudes.'],
-    [qr/(?:FLOPs|instr[.a-z]*): predicted/, 'counts',
-        'The numbers are right, but the number of operations is not: a product and a sum should be one '
-        . 'fmaf, and what does not change in a loop should be computed before it.'],
-    [qr/(?:requests|sectors|passes|conflicts|barriers): predicted/, 'counts', undef],
+    [qr/(?:FLOPs|instr[.a-z]*): predicted|FLOPs.*; the tiles that are not empty/, 'operations', undef],
+    [qr/(?:requests|sectors|passes|conflicts|barriers): predicted|; the tiles that are not empty/, 'counts',
+        undef],
     [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
         'Calls of two ranks are matched in the order in which they are started, and here both send, or '
         . 'both receive. Let one rank begin with the other call, or let both make one call of the two: '
@@ -283,6 +305,8 @@ my @advice = (
     [qr/^weights equal in all copies/, 'copies',
         'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
         . 'the table say that their gradients must be summed?'],
+    [qr/in flight and received.*predicted/, 'memory',
+        'What is sent, and what arrives, is MEMORY_COMMUNICATION: is it, and is all of it freed in time?'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
@@ -304,11 +328,14 @@ my @advice = (
         'Something that backward keeps is freed too early or too late: what does W still need after B?'],
     [qr/bubble|period|makespan/, 'bubble',
         'The order is valid, but ranks wait for longer than they must, or for less '
-        . 'than they can. Draw it: build/05_pipeline_parallel/schedule --schedule NAME.'],
+        . 'than they can. Draw it, with this program: --schedule NAME --stages p --micro-batches m.'],
+    [qr/^gradients .*all by this factor(?!: usually)/, 'gradients',
+        'All gradients are off by one factor, the scale: what is multiplied or divided once too often, or '
+        . 'summed over too many or too few ranks?'],
     [qr/^gradients .*scale (?:1\.[1-9]|[2-9]|\d\d)/, 'gradients',
         'Gradients are too large, but not by a whole factor: some contributions are counted several '
         . 'times.'],
-    [qr/^gradients .*scale (?:0\.[0-8]|-)/, 'gradients',
+    [qr/^gradients .*scale 0\.[0-8]/, 'gradients',
         'Gradients are too small, but not by a whole factor: some contributions are left out, or divided '
         . 'once too often.'],
     [qr/^gradients/, 'gradients',
@@ -326,18 +353,31 @@ my @advice = (
         'The gradients are right: are weights gathered after the step, and is each stepped exactly once?'],
 );
 
+# What a count should be, and is: in a row, in a verdict, or in the sentence about masks by tokens.
+sub counts_in {
+    my ($text) = @_;
+    my $number = qr/([\d.e+-]+)/;
+    return ($1, $2) if $text =~ /predicted +$number.*?measured +$number/;
+    return ($2, $1) if $text =~ /: $number, by its formula $number/;
+    return ($2, $1) if $text =~ /: $number [^;:]*; the tiles that are not empty take $number/;
+    return ();
+}
+
 # Advice for a count, from whether the measured one is above or below the predicted one.
 sub of_count {
     my ($text, $what) = @_;
-    my ($predicted, $measured) = $text =~ /predicted ([\d.e+-]+).*?measured ([\d.e+-]+)/;
-    ($measured, $predicted) = $text =~ /: ([\d.e+-]+), by its formula ([\d.e+-]+)/ if !defined $predicted;
-    return '' if !defined $predicted;
+    my ($predicted, $measured) = counts_in($text) or return '';
     my $more = $measured > $predicted;
     return 'Memory is above the formula: something is not freed, freed too late, or kept whole where a '
         . 'shard would do.'
         if $what eq 'memory' && $more;
     return 'Memory is below the formula: something is freed too early, or never allocated.'
         if $what eq 'memory';
+    return 'The numbers are right, but with more operations: a product and a sum should be one fmaf, and '
+        . 'what does not change in a loop should be computed before it.'
+        if $what eq 'operations' && $more;
+    return 'The numbers are right, with fewer operations than the formula has: which does it leave out?'
+        if $what eq 'operations';
     return $more ? 'The numbers are right, but cost more: what is read or written twice, or by lanes that '
         . 'are not neighbours? --verbose shows all counts.'
         : 'The numbers are right, but this costs less than the formula says: is it done elsewhere?'
@@ -406,11 +446,14 @@ sub unfit {
     my $mine = -s $file && -s $file < 1e6 ? content($file) : undef;
     return record($e, $file, 'fail', 'file', "$file is empty, unreadable or longer than a megabyte", '')
         if !defined $mine;
-    my ($part, $line, $number) = between($original, $f, $mine);
+    my ($part, $difference) = between($original, $f, $mine);
     return record(
-        $e, $file, 'fail', 'changed elsewhere', "line $number of $e->{file} is missing or changed: $line",
+        $e, $file, 'fail', 'changed elsewhere', $difference =~ s/the original/$e->{file}/r,
         "Only $e->{function} is graded, and helpers directly above it: restore the other lines.")
         if !defined $part;
+    return record($e, $file, 'fail', 'file', "the file has no function $e->{function}",
+        'The function keeps its name, and its arguments.')
+        if code_of($part) !~ /\b\Q$e->{function}\E\s*\(/;
     return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", "$e->{task}.")
         if code_of($part) =~ /\bTODO\s*\(/;
     return undef;
@@ -424,7 +467,9 @@ sub grade {
     my ($run, $seconds) = ('', sub { 0 + sprintf '%.1f', time - $began });
     my $end = sub { return { %{ record($e, $file, @_) }, run => $run, seconds => $seconds->() } };
     my $short = $folder =~ s{^.*?(?=\Q$build\E/grade)}{}r;
-    my $error = compiled($e, $file, $folder) || linked($e, $folder);
+    my $error = compiled($e, $file, $folder);
+    my ($warning) = some("$folder/build.log") =~ /^.*?:(\d+:\d+: warning: .*)$/m;
+    $error ||= linked($e, $folder);
     my $open = $error =~ /invalid storage class|at end of input/ ? 'A brace is not closed. ' : '';
     return $end->('fail', 'compile', $error, "${open}All output is in $short/build.log.") if length $error;
     my $passed = '';
@@ -436,6 +481,7 @@ sub grade {
         next if !length $wrong;
         my ($kind, $words) = advice($e, $wrong);
         $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
+        $words .= " The compiler has a warning, $warning." if defined $warning;
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);
     }
     if ($e->{then}) {
@@ -449,9 +495,15 @@ sub grade {
 # Other counts that are wrong: at most two of them.
 sub others {
     my ($folder, $first) = @_;
-    my @rows = some("$folder/out") =~ /^  (\S.*?)  +predicted +\S+  measured +\S+ .*FAIL$/mg;
-    my %seen = map { ($_ => 1) } grep { index($first, $_) == 0 } @rows;
-    my @more = grep { !$seen{$_}++ } @rows;
+    my (@more, %seen);
+    for (grep { /^  \S.*  predicted .*FAIL$/ } split /\n/, some("$folder/out")) {
+        my ($row) = /^  (\S.*?)  +predicted/;
+        my ($predicted, $measured) = counts_in($_) or next;
+        next if index($first, $row) == 0 || $seen{$row}++;
+        my $times = $predicted > 0 ? $measured / $predicted : 0;
+        my $whole = sprintf '%.0f', $times;
+        push @more, $row . ($whole > 1 && abs($times - $whole) < 0.01 ? ", $whole times" : '');
+    }
     return @more ? 'Also wrong: ' . join('; ', @more > 2 ? @more[0, 1] : @more) . '.' : ();
 }
 
@@ -479,7 +531,6 @@ sub proof {
     push @flags, '--timeout', $wait_seconds // 6 * patience() if $run =~ /--ranks/;
     unlink "$folder/out", "$folder/err";
     $seconds //= $most_seconds;
-    $seconds = $e->{seconds} if $e->{seconds} && $e->{seconds} < $seconds;
     my $busy = int($run =~ /--ranks/ ? 60 : 1 + $seconds);    # ranks that wait also use the processor
     my $command = $program // program_of($e, $folder);
     my $status = run_limited($folder, $seconds * patience(), $busy, $command, @flags);
@@ -487,7 +538,7 @@ sub proof {
     my $out = some("$folder/out");
     return ('', "numbers are right, no count is more than $e->{within}% above its formula")
         if length $wrong && is_within($e, $out);
-    my ($shown) = $out =~ /^PASS [^\n(]*\((.*)\)$/m;
+    my ($shown) = $out =~ /^PASS .*\(((?:[^()\n]|\([^()\n]*\))*)\)$/m;    # the last pair of parentheses
     return ($wrong, $shown // 'all tests pass');
 }
 
@@ -498,7 +549,7 @@ sub is_within {
     my $verdict = pop @wrong;
     return 0 if !$e->{within} || !@wrong || $verdict !~ /^FAIL /;
     for (@wrong) {
-        my ($predicted, $measured) = / predicted +([\d.e+]+) .*measured +([\d.e+]+) / or return 0;
+        my ($predicted, $measured) = counts_in($_) or return 0;
         return 0 if $measured > $predicted * (1 + $e->{within} / 100);
     }
     return 1;

@@ -11,17 +11,18 @@ use Source;
 our @EXPORT = qw(hunt answer graded_hunts bugs);
 
 # Bugs that lie in a single file, one that some exercise's proof runs, in an order that gives no hint where
-# they are.
+# they are. Two mutants may be one edit, for two tests; they are one bug.
 sub bugs {
     my (@exercises) = @_;
-    my (%proof, @all);
+    my (%proof, %seen, @all);
     for (@exercises) { push @{ $proof{ $_->{file} } }, $_ }
     for my $table (glob 'tests/mutants/[0-9]*.txt') {
         for my $entry (split /^(?=name: )/m, content($table)) {
             my ($name) = $entry =~ /^name: +(\S+)/ or next;
             my @files = $entry =~ /^file: +(\S+)/mg;
             my ($bug) = $entry =~ /^bug: +(.*)/m;
-            next if @files != 1 || !$proof{ $files[0] };
+            my ($edit) = $entry =~ /^(file: .*)/ms;
+            next if @files != 1 || !$proof{ $files[0] } || $seen{ $edit =~ s/\s+/ /gr }++;
             push @all, { name => $name, file => $files[0], bug => $bug, exercises => $proof{ $files[0] } };
         }
     }
@@ -112,11 +113,11 @@ sub hunt {
 sub abs_folder { return $_[0] =~ m{^/} ? $_[0] : Cwd::abs_path('.') . "/$_[0]" }
 
 # "pass" and the answer, or "fail" and which part of the place is right; "answer" and the answer if no place
-# is given.
+# is given; "not done" if nobody knows the answer yet.
 sub judged {
     my ($n, $at) = @_;
     my ($name, $file, $first, $last, $bug) = split /\n/, content(folder_of($n) . '/.answer') // '';
-    die "hunt $n has not been started: make hunt N=$n\n" if !$bug;
+    return ('not done', "it has not been started here: make hunt N=$n") if !$bug;
     my $answer = "$file:$first" . ($last > $first ? "-$last" : '') . ": $bug";
     return ('answer', $answer) if !defined $at;
     my ($where, $line) = $at =~ m{^\s*(\S+?):(\d+)\s*$} or die "AT=$at: a place is chapter/file.c:LINE\n";
@@ -130,17 +131,21 @@ sub answer {
     my ($n, $at) = @_;
     die "answer to which hunt? make hunt-answer N=1 AT=chapter/file.c:LINE\n" if !defined $n;
     my ($status, $words) = judged($n, $at);
+    die "hunt $n: $words\n" if $status eq 'not done';
     print { pass => 'PASS ', fail => 'FAIL ', answer => '' }->{$status} . "hunt $n: $words\n";
     return $status eq 'fail' ? 1 : 0;
 }
 
-# Grades a student's answers, lines such as "12 chapter/file.c:LINE".
+# Grades a student's answers, lines such as "12 chapter/file.c:LINE". Lines that begin with # are comments.
 sub graded_hunts {
     my ($file) = @_;
     my @results;
     for my $line (split /\n/, content($file) // '') {
-        my ($n, $at) = $line =~ /^\s*(\d+)\s+(\S+:\d+)\s*$/ or next;
-        my ($status, $words) = judged($n, $at);
+        next if $line =~ /^\s*(#|$)/;
+        my ($n, $at) = $line =~ /^\s*(\d+)\s+(\S+:\d+)\s*$/;
+        my ($status, $words) = defined $n ? judged($n, $at)
+            : ('fail', "a line is N chapter/file.c:LINE, and this is not: $line");
+        $n //= 'line';
         push @results, { exercise => "hunt $n", file => $file, status => $status, kind => 'hunt',
             first => $words, advice => '', run => '', seconds => 0 };
     }

@@ -39,7 +39,7 @@ sub words {
 # ---- the table ----
 
 my @fields = qw(file function minutes task hint read reach);
-my @optional = qw(proof then predicts seconds within);
+my @optional = qw(proof then predicts within);
 
 # Exercises in the order of the table, each with name, the fields, proof (a program below build/), run (its
 # flags, one element for each run) and then (a unit test below build/).
@@ -131,33 +131,48 @@ sub stub_of {
     return with_body($text, $f, "{\n    TODO(" . join("\n         ", @lines) . ");\n}");
 }
 
-# Whether a text begins with another one, apart from white space. Returns how much of the text that is, or -1
-# and the number of the other text's line that is missing. To compare ends, the caller reverses both.
+# Whether a text begins with another one, apart from white space. Returns how much of the text that is; or -1,
+# the number of the other text's line at which they part, and that of the text's. To compare ends, the caller
+# reverses both.
 sub begins {
     my ($text, $with) = @_;
     my ($at, $line) = (0, 1);
+    my $parts = sub { return (-1, $line, 1 + substr($text, 0, $at) =~ tr/\n//) };
     while ($with =~ /(\s+)|(\S)/g) {
         if (defined $1) { $line += ($1 =~ tr/\n//); next }
         my $c = $2;
         $at++ while $at < length $text && substr($text, $at, 1) =~ /\s/;
-        return (-1, $line) if $at >= length $text || substr($text, $at, 1) ne $c;
+        return $parts->() if $at >= length $text || substr($text, $at, 1) ne $c;
         $at++;
     }
     return ($at, $line);
 }
 
 # What a student's file has between the lines before the function and those after it: the function, and
-# helpers above it. Else undef, the first line of the original that is missing, and its number.
+# helpers above it. Else undef, and a sentence that names the first line that is not as in the original.
 sub between {
     my ($original, $f, $mine) = @_;
     my $before = substr $original, 0, $f->{begin};
     my $behind = substr $original, $f->{close} + 1;
-    my ($from, $line) = begins($mine, $before);
-    return (undef, (split /\n/, $before, -1)[$line - 1], $line) if $from < 0;
-    my ($length, $up) = begins(scalar reverse($mine), scalar reverse $behind);
     my @lines = split /\n/, $original, -1;
-    return (undef, $lines[@lines - $up], @lines - $up + 1) if $length < 0 || $from + $length > length $mine;
+    my @own = split /\n/, $mine, -1;
+    my ($from, $line, $own_line) = begins($mine, $before);
+    return (undef, difference_at(\@lines, $line, \@own, $own_line)) if $from < 0;
+    my ($length, $up, $own_up) = begins(scalar reverse($mine), scalar reverse $behind);
+    return (undef, difference_at(\@lines, @lines - $up + 1, \@own, @own - $own_up + 1)) if $length < 0;
+    return (undef, 'the function is missing') if $from + $length > length $mine;
     return substr $mine, $from, length($mine) - $length - $from;
+}
+
+# Two texts part at these lines, which count from 1. If the original's line is there all the same, the other
+# one has been inserted or changed.
+sub difference_at {
+    my ($lines, $line, $own, $own_line) = @_;
+    my ($text, $own_text) = map { s/^\s+|\s+$//gr } $lines->[$line - 1], $own->[$own_line - 1] // '';
+    my $is_there = grep { s/^\s+|\s+$//gr eq $text } @$own;
+    return "line $own_line of the file is not in the original: $own_text" if $is_there && length $own_text;
+    my $ends = @$lines - $line < 2 && $own_line >= @$own - 1 ? ': does the file end too early?' : '';
+    return "line $line of the original is missing or changed: $text$ends";
 }
 
 1;

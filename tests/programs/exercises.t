@@ -5,6 +5,7 @@
 # needs: programs build/tests/test_flash_model build/tests/test_transformer build/tests/test_cost
 # needs: build/tests/test_delayed_scaling build/tests/test_moe build/tests/test_zero_in_flight
 # needs: build/tests/test_tensor_parallel build/tests/test_sample build/tests/test_sequence_layout
+# needs: build/tests/test_memory
 . "$(dirname "$0")/tap.sh"
 # Seconds: the grader runs each program in a session of its own, which a busy machine schedules last.
 limit=1700
@@ -103,6 +104,44 @@ run $course grade --folder "$work/mine" --timeout 0.5 ring_step
 [ $status = 1 ] && grep -q 'Ranks wait for each other' "$out" &&
     tr -s '\n ' '  ' <"$out" | grep -q 'waits in receive.* for rank [0-3], for .*(--timeout)'
 report $? "a deadlock of 4 ranks says who waits for whom"
+
+# Ranks that spin, when the grader is told to end.
+if wanted "an interrupted grade leaves no rank behind"; then
+    mkdir -p "$work/loop"
+    perl -0pe 's/(void all_reduce_after_backward[^{]*\{)/$1 for (volatile int x = 1; x;) continue;/' $naive \
+        >"$work/loop/ddp_naive.c"
+    ranks() { grep -lsa "grade/ddp_naive/bin/ddp_nai[v]e" /proc/[0-9]*/cmdline >/dev/null; }
+    $course grade --folder "$work/loop" ddp_naive >"$out" 2>"$err" &
+    grader=$!
+    until ranks || ! kill -0 $grader 2>>"$err"; do sleep 0.05; done
+    ranks && kill -TERM $grader && ! wait $grader 2>>"$err" && ! ranks
+    report $? "an interrupted grade leaves no rank behind"
+fi
+
+# What cannot be graded is said, and the rest of the class is graded all the same.
+if wanted "a hunt that was not started, a line that is none and a misnamed file"; then
+    mkdir -p "$work/odd/bo"
+    printf '%s\n' '99999 02_zero/zero1.c:30' '3 fp16.c: 73' '# a comment' '' >"$work/odd/bo/hunt.txt"
+    cp $naive "$work/odd/bo/ddp_naiv.c"
+    cp $ring "$work/odd/bo/ring_step.c"
+    perl -pi -e 's/#include <stdlib.h>/$&\n#include <stdio.h>/' "$work/odd/bo/ring_step.c"
+    run $course grade --from "$work/odd" --json "$work/odd.json"
+    [ $status = 1 ] && [ -s "$work/odd.json" ] && grep -q '^0 pass, 3 fail, 1 not done$' "$out" &&
+        grep -q 'not been started here: make hunt N=99999' "$out" && grep -q 'this is not: 3 fp16' "$out" &&
+        grep -q '^FAIL bo, ddp_naiv.c' "$out" && grep -q 'is not in 01_.*: #include <stdio.h>' "$out"
+    report $? "a hunt that was not started, a line that is none and a misnamed file"
+fi
+run $course grade --from "$work/odd" --json "$work/none/class.json"
+[ $status = 2 ] && grep -q 'No such file' "$err" && ! grep -q . "$out"
+report $? "a file for records that cannot be written is refused before anything is graded"
+
+# `within` holds for all counts: for those of tiles under a mask as for the table's.
+perl -Itests/course -MGrade -e '
+    sub holds { my $n = $_[0];
+        return Grade::is_within({ within => 25 }, "  flash: FLOPs  predicted 100  measured 90  FAIL\n"
+            . "  FAIL: masked: $n FLOPs; the tiles that are not empty take 100\nFAIL flash: x\n") }
+    exit !(holds(90) && holds(125) && !holds(126))'
+report $? "a kernel may take fewer operations, and some more, under masks as well"
 
 # Kernels: an answer that the emulator refuses.
 perl -0pe 's/ *__syncthreads\(\);  \/\/ all threads have read them\n//' 07_kernels/tiling.cu \

@@ -81,6 +81,7 @@ static void a_count_that_is_off_by_a_factor_is_told_which(void **context) {
         {400, 100, "B", "usually whole tensors instead of shards over the 4 ranks of dp"},
         {25, 100, "B", "usually sharded once more over the 4 ranks of dp"},
         {400, 300, "B", "usually a rank's own part is sent, too, on the 4 ranks of dp"},
+        {4, 3, "", ""},
         {300, 400, "B", "usually one part too few"},
         {30, 10, "", "usually once for each of the 3 micro-batches, where once was due"},
         {10, 30, "", "usually once for all of the 3 micro-batches"},

@@ -128,7 +128,8 @@ static void zero_cuts_optimizer_then_gradients_then_parameters(void **state) {
                                    .f32_gradients = f32_gradients,
                                    .optimizer_bytes = k,
                                    .zero = zero,
-                                   .dp = 64};
+                                   .dp = 64,
+                                   .tp = 8};  // of which psi is one rank's share already
                 MemoryNeed need = memory_states(&plan, psi);
                 double g = f32_gradients ? 6 : 2;
                 const double expected[] = {(2 + g + k) * psi, (2 + g) * psi + k * psi / n,

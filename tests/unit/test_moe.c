@@ -191,10 +191,16 @@ static void recomputation_routes_alike(void **state) {
     for (int i = 0; i < KINDS; i++) {
         int64_t count;
         Case c = case_new(kinds[i], &moe, RECOMPUTE_NONE);
+        double before = clock_total().flops;
         double *once = gradients(&c, false, &count);
+        double plain = clock_total().flops - before;
         case_free(&c, &moe);
         Case again = case_new(kinds[i], &moe, RECOMPUTE_FULL);
+        before = clock_total().flops;
         double *twice = gradients(&again, false, &count);
+        double more = clock_total().flops - before - plain,
+               right = recompute_extra_flops(&again.config, again.config.micro_batch * MICRO_BATCHES);
+        if (more != right) fail_msg("%s: recomputes %g FLOPs, by its formula %g", kinds[i], more, right);
         case_free(&again, &moe);
         assert_memory_equal(once, twice, (size_t)count * sizeof *once);
         free(once);

@@ -1,7 +1,7 @@
 // test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for its calls, among which
-// ranks, and how many elements each rank has; which weights ZeRO-3 has gathered while a unit computes, from
-// which ranks, and in how many bytes; when hybrid sharding sends across nodes; and in ZeRO-R, whose place
-// in the arena a backward gives back. TAP.
+// ranks, as DDP too, and how many elements each rank has; which weights ZeRO-3 has gathered while a unit
+// computes, from which ranks, and in how many bytes; when hybrid sharding sends across nodes; and in ZeRO-R,
+// whose place in the arena a backward gives back. TAP.
 #include "02_zero/zero.h"
 #include "ranks.h"
 #include "tensor/in_flight.h"
@@ -43,6 +43,28 @@ static void expect_bytes(const char *call, double elements, double width, Mesh m
     const double sent = comm_sum(comm_count(call).bytes, mesh.world),
                  right = (mesh.dp.size - 1) * elements * width * mesh.world.size / mesh.dp.size;
     if (sent != right) note("%d replicas: %s sends %.0f B, and not %.0f", mesh.dp.size, call, sent, right);
+}
+
+// Without ZeRO, whole gradients are summed among the same ranks.
+static void ddp_sums_among_replicas(void) {
+    static const Technique *const all[] = {&ddp_naive, &ddp_overlap, &ddp_bucketed, &ddp_no_sync};
+    for (int i = 0; i < 8; i++) {
+        const int tp = 1 + i / 4;
+        if (n % tp) continue;
+        Mesh mesh = mesh_new((MeshShape){.dp = n / tp, .tp = tp});
+        Config c = config_of("");
+        Trainer *t = trainer_new(&c, mesh, (const Technique *[]){all[i % 4], NULL});
+        Model *m = t->model;
+        const Sockets *sockets = &m->sockets;
+        model_begin_step(m, 1);
+        clock_reset();
+        for (int unit = m->params.units - 1; unit >= 0; unit--)
+            sockets->gradients.ready(sockets->gradients.context, m, unit, true);
+        sockets->gradients.micro_batch_ready(sockets->gradients.context, m, true);
+        sockets->gradients.finish(sockets->gradients.context, m);
+        expect_bytes("all_reduce", (double)params_elements(&m->params), 2 * 8, mesh);
+        trainer_free(t);
+    }
 }
 
 // Gradients are sent as soon as they are ready, without waiting; weights when --gather says so.
@@ -253,6 +275,7 @@ static void zero_r_keeps_the_place_of_the_first(void) {
 }
 
 static const RankTest tests[] = {TEST(parts_are_even),
+                                 TEST(ddp_sums_among_replicas),
                                  TEST(zero1_overlaps),
                                  TEST(zero3_gathers_one_unit_ahead),
                                  TEST(zero3_leaves_other_stages_alone),
