@@ -100,7 +100,8 @@ programs  := $(with_main:%.c=$(BUILD)/%)
 tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
 fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
 # Everything that the fuzzed parsers call.
-fuzzed    := $(addprefix common/,base files host tensor/dtype tensor/rng train/data train/safetensors) \
+fuzzed    := $(addprefix common/,base files host report/svg tensor/dtype tensor/rng train/data \
+             train/safetensors) \
              $(addprefix 05_pipeline_parallel/,schedule schedule_clock schedule_picture schedule_text \
              schedule_verify)
 benches   := $(bench_sources:tests/bench/%.c=$(BUILD)/tests/%)

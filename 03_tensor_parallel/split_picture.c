@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "files.h"
+#include "report/svg.h"
 #include "tensor/clock.h"
 #include "tensor_parallel.h"
 
@@ -111,12 +111,9 @@ static void draw_half(FILE *svg, const Part part[MOST_RANKS][MATRICES], int rank
 }
 
 static void write_picture(const char *file, const Part part[MOST_RANKS][MATRICES], int ranks) {
-    FILE *svg = output_open("--svg", file);
-    fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
-            WIDTH, HEIGHT, WIDTH, HEIGHT);
+    FILE *svg = svg_open("--svg", file, WIDTH, HEIGHT);
     fprintf(svg,
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n<style>\n"
-            "text{fill:#3d444d}.title{font-weight:600;font-size:15px}.name{font-weight:600}"
+            "<style>\ntext{fill:#3d444d}.title{font-weight:600;font-size:15px}.name{font-weight:600}"
             ".small{font-size:11px}\n.part{stroke:#fff;stroke-width:.7}.arrow{stroke:#6e7781;stroke-width:"
             "1.5}\n"
             ".op{fill:none;stroke:#6e7781;stroke-width:1.5}\n"
@@ -136,9 +133,9 @@ static void write_picture(const char *file, const Part part[MOST_RANKS][MATRICES
     fprintf(svg,
             "<text class='small' x='24' y='%d'>f: nothing forward, an all-reduce backward; f*: the other "
             "way round. Norms and residuals are whole on every rank. Sides go with the root of the "
-            "sizes.</text>\n</svg>\n",
+            "sizes.</text>\n",
             HEIGHT - 10);
-    output_close(svg, "--svg", file);
+    svg_close(svg, "--svg", file);
 }
 
 void tensor_parallel_picture(Mesh mesh, const char *file) {

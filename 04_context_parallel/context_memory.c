@@ -16,7 +16,7 @@
 
 #include "00_single_gpu/formulas.h"
 #include "context_parallel.h"
-#include "files.h"
+#include "report/svg.h"
 
 enum { FIRST = 8192, POINTS = 6, LAYERS = 32 };  // FIRST tokens, and twice as many at each further point
 
@@ -103,23 +103,21 @@ static void draw_line(FILE *svg, const Growth *way, int x) {
 }
 
 static void draw(const Growth *way, int ways, int ranks, const Machine *machine, const char *file) {
-    FILE *svg = output_open("--memory-svg", file);
-    fprintf(svg,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n<style>\n"
-            "text{fill:#3d444d}.title{font-weight:600;font-size:15px}.line{fill:none;stroke-width:2}\n"
-            ".grid{stroke:#8b949e;stroke-opacity:.35}.level{stroke:#3d444d;stroke-width:1.5}\n"
-            "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}.level{stroke:#d1d7e0}}\n</style>\n"
-            "<clipPath id='plot'><path d='M%d %dH%dV%dH%dZ'/></clipPath>\n",
-            WIDTH, HEIGHT, WIDTH, HEIGHT, LEFT, TOP, WIDTH, HEIGHT - BOTTOM, LEFT);
+    FILE *svg = svg_open("--memory-svg", file, WIDTH, HEIGHT);
+    fprintf(
+        svg,
+        "<style>\ntext{fill:#3d444d}.title{font-weight:600;font-size:15px}.line{fill:none;stroke-width:2}\n"
+        ".grid{stroke:#8b949e;stroke-opacity:.35}.level{stroke:#3d444d;stroke-width:1.5}\n"
+        "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}.level{stroke:#d1d7e0}}\n</style>\n"
+        "<clipPath id='plot'><path d='M%d %dH%dV%dH%dZ'/></clipPath>\n",
+        LEFT, TOP, WIDTH, HEIGHT - BOTTOM, LEFT);
     fprintf(svg,
             "<text class='title' x='%d' y='22'>Peak memory of a rank: Llama 3 8B on %d ranks, ZeRO-3, full "
             "recomputation</text>\n",
             LEFT, ranks);
     draw_axes(svg, machine);
     for (int i = 0; i < ways; i++) draw_line(svg, &way[i], LEFT + i * (WIDTH - LEFT - RIGHT) / ways);
-    fprintf(svg, "</svg>\n");
-    output_close(svg, "--memory-svg", file);
+    svg_close(svg, "--memory-svg", file);
 }
 
 // ---- the table ----

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files.h"
+#include "report/svg.h"
 #include "schedule.h"
 
 static const char letter[] = {[PASS_F] = 'F', [PASS_B] = 'B', [PASS_W] = 'W', [PASS_BW] = 'D'};
@@ -169,19 +169,16 @@ void schedule_svg(const Schedule *s, const ScheduleTimes *times, const char *tit
     double plot = fmin(fmax(wanted, fmax(NARROWEST, draw_legend(NULL, s) - LEFT)), WIDEST);
     double scale = times->makespan > 0 ? plot / times->makespan : 0;
     int width = (int)ceil(LEFT + plot + RIGHT), height = TOP + ROW * s->ranks + BOTTOM;
-    FILE *svg = output_open("--svg", file);
+    FILE *svg = svg_open("--svg", file, width, height);
     fprintf(svg,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
             "<style>text{fill:#24292f}.t{font-size:15px;font-weight:600}.n{text-anchor:middle}.w{fill:#fff}"
             "</style>\n"
             "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
             "<text class='t' x='%d' y='25'>%s</text>\n",
-            width, height, width, height, width - 1, height - 1, LEFT, title);
+            width - 1, height - 1, LEFT, title);
     draw_legend(svg, s);
     for (int r = 0; r < s->ranks; r++) draw_rank(svg, s, times, r, scale);
-    fprintf(svg,
-            "<text x='%d' y='%d'>grey: bubble. Makespan %.6g, of which %.6g is bubble</text>\n</svg>\n",
-            LEFT, height - 14, times->makespan, times->bubble);
-    output_close(svg, "--svg", file);
+    fprintf(svg, "<text x='%d' y='%d'>grey: bubble. Makespan %.6g, of which %.6g is bubble</text>\n", LEFT,
+            height - 14, times->makespan, times->bubble);
+    svg_close(svg, "--svg", file);
 }

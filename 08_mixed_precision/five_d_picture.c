@@ -11,7 +11,7 @@
 
 #include <math.h>
 
-#include "files.h"
+#include "report/svg.h"
 
 static const char *const kind_name[PICTURE_KINDS] = {"weights", "gradients", "optimizer state",
                                                      "activations"};
@@ -55,16 +55,13 @@ static void draw_heading(FILE *svg, const Machine *machine, int width) {
 void five_d_picture(const char *flag, const char *file, const char *const *method,
                     Need (*need)[PICTURE_LENGTHS][PICTURE_LEVELS], int methods, const Machine *machine) {
     int width = LEFT + PICTURE_LENGTHS * CELL, height = TOP + methods * ROW + BOTTOM;
-    FILE *svg = output_open(flag, file);
+    FILE *svg = svg_open(flag, file, width, height);
     fprintf(svg,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n<style>\n"
-            "text{fill:#3d444d}.title{font-weight:600;font-size:14px}.name{font-weight:600}"
+            "<style>\ntext{fill:#3d444d}.title{font-weight:600;font-size:14px}.name{font-weight:600}"
             ".fits{font-size:9px;font-weight:600}.over{font-size:9px;fill:#8b949e}"
             ".level{stroke:#3d444d;stroke-dasharray:4 3}\n"
             "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}.over{fill:#8b949e}"
-            ".level{stroke:#d1d7e0}}\n</style>\n",
-            width, height, width, height);
+            ".level{stroke:#d1d7e0}}\n</style>\n");
     draw_heading(svg, machine, width);
     for (int i = 0; i < methods; i++) {
         int y = TOP + i * ROW;
@@ -78,6 +75,5 @@ void five_d_picture(const char *flag, const char *file, const char *const *metho
     for (int length = 0; length < PICTURE_LENGTHS; length++)
         fprintf(svg, "<path class='level' d='M%.1f %dV%d'/>\n", LEFT + length * CELL + BARS / SHOWN,
                 TOP - 4, TOP + methods * ROW - 8);
-    fprintf(svg, "</svg>\n");
-    output_close(svg, flag, file);
+    svg_close(svg, flag, file);
 }

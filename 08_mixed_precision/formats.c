@@ -31,8 +31,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "files.h"
 #include "report/report.h"
+#include "report/svg.h"
 #include "tensor/rng.h"
 #include "tensor/tensor.h"
 
@@ -291,14 +291,12 @@ static void show_points(void) {
 static void draw_points(const char *file) {
     enum { LEFT = 90, WIDTH = 1024, ROW = 34, TOP = 44, HEIGHT = TOP + ROW * FORMATS + 30 };
     char cell[WIDTH + 1];
-    FILE *svg = output_open("--svg", file);
+    FILE *svg = svg_open("--svg", file, LEFT + WIDTH + 20, HEIGHT);
     fprintf(svg,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
             "<style>text{fill:#24292f}.t{font-size:15px;font-weight:600}</style>\n"
             "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
             "<text class='t' x='%d' y='25'>10,000 points between 1 and 2, rounded to nearest</text>\n",
-            LEFT + WIDTH + 20, HEIGHT, LEFT + WIDTH + 20, HEIGHT, LEFT + WIDTH + 19, HEIGHT - 1, LEFT);
+            LEFT + WIDTH + 19, HEIGHT - 1, LEFT);
     for (int row = 0; row < FORMATS; row++) {
         int y = TOP + ROW * row;
         occupied(&formats[row], cell, WIDTH + 1);
@@ -308,11 +306,9 @@ static void draw_points(const char *file) {
             if (cell[x] == '|') fprintf(svg, "M%d %dh1v24h-1z", LEFT + x, y);
         fprintf(svg, "'/>\n");
     }
-    fprintf(
-        svg,
-        "<text x='%d' y='%d'>1</text><text x='%d' y='%d'>1.5</text><text x='%d' y='%d'>2</text>\n</svg>\n",
-        LEFT - 3, HEIGHT - 12, LEFT + WIDTH / 2 - 8, HEIGHT - 12, LEFT + WIDTH - 3, HEIGHT - 12);
-    output_close(svg, "--svg", file);
+    fprintf(svg, "<text x='%d' y='%d'>1</text><text x='%d' y='%d'>1.5</text><text x='%d' y='%d'>2</text>\n",
+            LEFT - 3, HEIGHT - 12, LEFT + WIDTH / 2 - 8, HEIGHT - 12, LEFT + WIDTH - 3, HEIGHT - 12);
+    svg_close(svg, "--svg", file);
 }
 
 int main(int argc, char **argv) {

@@ -5,8 +5,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "files.h"
 #include "mixed_precision.h"
+#include "report/svg.h"
 
 const Technique *const fp8_one_device[] = {&fp8_recipe, &recompute, NULL};
 
@@ -101,13 +101,10 @@ static const double rates[RATES] = {0.003, 0.03, 0.3, 1, 3};
 static void draw_rates(const char *file, double (*last)[RATES], int rows, double highest) {
     static const char *const colour[] = {"#24292f", "#0969da", "#54aeff", "#bf3989",
                                          "#1a7f37", "#cf222e", "#9a6700"};
-    FILE *svg = output_open("--curves", file);
+    FILE *svg = svg_open("--curves", file, LEFT + WIDTH + 120, TOP + HEIGHT + 50);
     fprintf(svg,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
             "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
             "<text x='%d' y='28' font-size='15' font-weight='600'>Loss after 100 steps, by --lr</text>\n",
-            LEFT + WIDTH + 120, TOP + HEIGHT + 50, LEFT + WIDTH + 120, TOP + HEIGHT + 50,
             LEFT + WIDTH + 119, TOP + HEIGHT + 49, LEFT);
     double low = floor(last[0][0]), across = WIDTH / (RATES - 1.0), scale = HEIGHT / (highest - low);
     for (int i = 0; i < RATES; i++)
@@ -126,8 +123,7 @@ static void draw_rates(const char *file, double (*last)[RATES], int rows, double
         fprintf(svg, "'/><text x='%d' y='%d' fill='%s'>%s</text>\n", LEFT + WIDTH + 16, TOP + 16 + 20 * row,
                 colour[row], row ? fp8_recipes[row - 1].name : "bf16");
     }
-    fprintf(svg, "</svg>\n");
-    output_close(svg, "--curves", file);
+    svg_close(svg, "--curves", file);
 }
 
 // Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and not clipped.

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "files.h"
+#include "svg.h"
 
 static const char *const kind_name[BAR_KINDS] = {"parameters", "gradients", "optimizer state",
                                                  "activations"};
@@ -62,22 +62,16 @@ void bars_svg(const char *flag, const char *file, const char *title, const Bar *
     double most = 0;
     for (int i = 0; i < bars; i++) most = fmax(most, sum_of(&bar[i]));
     int height = TOP + bars * ROW + BOTTOM;
-    FILE *svg = output_open(flag, file);
-    fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
-            WIDTH, height, WIDTH, height);
+    FILE *svg = svg_open(flag, file, WIDTH, height);
     // Bars suit a light and a dark page; text and lines change with it.
     fprintf(svg,
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n<style>\n"
-            "text{fill:#3d444d}.title,.name{font-weight:600}.in{fill:#14181d;font-size:11px}\n"
+            "<style>\ntext{fill:#3d444d}.title,.name{font-weight:600}.in{fill:#14181d;font-size:11px}\n"
             ".level{stroke:#3d444d;stroke-width:1.5;stroke-dasharray:6 4}\n"
             "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}.in{fill:#14181d}"
             ".level{stroke:#d1d7e0}}\n</style>\n");
-    // A bold letter is 0.7 of its height wide or less.
-    fprintf(svg, "<text class='title' x='10' y='22' style='font-size:%.1fpx'>%s</text>\n",
-            fmin(15, (WIDTH - 20) / (0.7 * (double)strlen(title))), title);
+    svg_title(svg, 10, WIDTH - 20, title);
     draw_legend(svg, bar, bars);
     for (int i = 0; i < bars; i++) draw_bar(svg, &bar[i], i, most);
     if (machine->memory_bytes <= most) draw_level(svg, bars, machine->memory_bytes, most, machine->device);
-    fprintf(svg, "</svg>\n");
-    output_close(svg, flag, file);
+    svg_close(svg, flag, file);
 }

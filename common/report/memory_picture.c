@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files.h"
+#include "svg.h"
 
 // ---- history ----
 
@@ -188,15 +188,8 @@ static void draw_level(FILE *svg, Scale scale, double bytes, const char *dashes,
     free(text);
 }
 
-// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or
-// less.
-static void draw_title(FILE *svg, const char *title) {
-    fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", LEFT,
-            fmin(15, plot_width / (0.7 * (double)strlen(title))), title);
-}
-
 static void draw_legend(FILE *svg, const MemoryHistory *history, const char *title) {
-    draw_title(svg, title);
+    svg_title(svg, LEFT, plot_width, title);
     for (int kind = 0, x = LEFT; kind < MEMORY_KINDS; kind++) {
         int64_t peak = peak_of_all(history, kind);
         if (!peak) continue;
@@ -221,22 +214,17 @@ void memory_history_svg(const MemoryHistory *history, const char *file, const ch
     bool near = peak > machine->memory_bytes / 2;
     Scale scale = {.bytes = 1.1 * fmax(peak, near ? machine->memory_bytes : 0),
                    .seconds = history->time[history->steps]};
-    FILE *svg = output_open("--svg", file);
-    fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
-            WIDTH, HEIGHT, WIDTH, HEIGHT);
-    fprintf(svg,
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n<style>\n%s</style>\n",
-            style);
+    FILE *svg = svg_open("--svg", file, WIDTH, HEIGHT);
+    fprintf(svg, "<style>\n%s</style>\n", style);
     draw_legend(svg, history, title);
     draw_axes(svg, history, scale);
     draw_areas(svg, history, scale);
     draw_phases(svg, history, scale);
     draw_level(svg, scale, peak, "6 4", "peak");
     if (near) draw_level(svg, scale, machine->memory_bytes, "none", "the device has");
-    fprintf(svg,
-            "<text x='%d' y='%d' text-anchor='end'>model clock of one %s, %.4g ms a step</text>\n</svg>\n",
+    fprintf(svg, "<text x='%d' y='%d' text-anchor='end'>model clock of one %s, %.4g ms a step</text>\n",
             WIDTH - RIGHT, HEIGHT - 8, machine->device, 1e3 * scale.seconds / (double)history->steps);
-    output_close(svg, "--svg", file);
+    svg_close(svg, "--svg", file);
 }
 
 // ---- the same as text ----

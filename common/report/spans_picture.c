@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "files.h"
+#include "svg.h"
 
 enum { WIDTH = 960, LEFT = 68, RIGHT = 16, TOP = 72, ABOVE = 28, BELOW = 11, LOWEST = 76, BOTTOM = 28 };
 enum { GAP = 2, LETTER = 6 };  // between lines; a small letter's width, or less
@@ -80,13 +80,6 @@ static void draw_axis(const Plot *plot, const char *unit, int top, int bottom) {
     }
 }
 
-// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or
-// less.
-static void draw_title(const Plot *plot, const char *title) {
-    fprintf(plot->svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", plot->left,
-            fmin(15, plot->width / (0.7 * (double)strlen(title))), title);
-}
-
 // Returns by how much its further lines push down what follows. Without a file it draws nothing.
 static int draw_legend(const Plot *plot, const SpansPicture *p) {
     int x = plot->left, down = 0;
@@ -125,17 +118,12 @@ void spans_svg(const SpansPicture *p, const char *flag, const char *file) {
     plot.width = WIDTH - plot.left - RIGHT;
     int top = TOP + draw_legend(&plot, p), height = top + BOTTOM - (ABOVE + BELOW - 6);
     for (int r = 0; r < p->rows; r++) height += row_height(&p->row[r]);
-    FILE *svg = plot.svg = output_open(flag, file);
-    fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
-            WIDTH, height, WIDTH, height);
-    fprintf(svg,
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n<style>\n%s</style>\n%s",
-            style, p->definitions);
-    draw_title(&plot, p->title);
+    FILE *svg = plot.svg = svg_open(flag, file, WIDTH, height);
+    fprintf(svg, "<style>\n%s</style>\n%s", style, p->definitions);
+    svg_title(svg, plot.left, plot.width, p->title);
     draw_legend(&plot, p);
     if (p->length > 0) draw_axis(&plot, p->unit, top, height - BOTTOM);
     for (int r = 0, y = top + 4; r < p->rows && p->length > 0; y += row_height(&p->row[r++]))
         draw_row(&plot, p, &p->row[r], y);
-    fprintf(svg, "</svg>\n");
-    output_close(svg, flag, file);
+    svg_close(svg, flag, file);
 }

@@ -1,0 +1,27 @@
+// svg.c: see svg.h.
+#include "svg.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "files.h"
+
+FILE *svg_open(const char *flag, const char *file, int width, int height) {
+    FILE *svg = output_open(flag, file);
+    fprintf(svg,
+            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
+            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n",
+            width, height, width, height);
+    return svg;
+}
+
+void svg_close(FILE *svg, const char *flag, const char *file) {
+    fprintf(svg, "</svg>\n");
+    output_close(svg, flag, file);
+}
+
+// A bold letter is 0.7 of its height wide or less.
+void svg_title(FILE *svg, int x, double width, const char *title) {
+    fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", x,
+            fmin(15, width / (0.7 * (double)strlen(title))), title);
+}
