@@ -23,7 +23,11 @@ of_class() {
     report $? "$name"
 }
 exactly() { of_class 'exact, 0 bits differ;' "$@"; }
-nearly() { of_class reassociated, "$@"; }
+nearly() {
+    local class=reassociated,
+    [[ " $* " != *' --dtype bf16 '* ]] || class=rounded,
+    of_class $class "$@"
+}
 
 # One step is enough if bits are compared; 7 layers are a prime number, and few.
 quick="--layers 7 --steps 1"
