@@ -140,9 +140,9 @@ int64_t clock_events(const Event **events);
 // When the trace started, on either clock.
 double clock_trace_origin(bool model);
 
-// A trace of the events in Chrome's format (open it in https://ui.perfetto.dev or chrome://tracing). Opens the
-// file; writes a rank's two processes, one for the wall clock and one for the model clock, with counters of
-// memory by kind; closes it. Fatal, naming --trace, if the file cannot be written. The ranks of one trace
+// A trace of the events in Chrome's format (open it in https://ui.perfetto.dev or chrome://tracing). Opens
+// the file; writes a rank's two processes, one for the wall clock and one for the model clock, with counters
+// of memory by kind; closes it. Fatal, naming --trace, if the file cannot be written. The ranks of one trace
 // start it together. The caller puts ",\n" between the parts.
 FILE *clock_trace_open(const char *file);
 void clock_trace_part(FILE *out, int rank, int ranks);
