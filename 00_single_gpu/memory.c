@@ -307,7 +307,8 @@ int main(int argc, char **argv) {
         "  memory --model llama-3-70b --dtype bf16 --tp 8 --sp --dp 64 --zero 1\n"
         "  memory --model gpt-3-175b --dtype bf16 --recompute selective --tp 8 --sp --tensors\n"
         "  memory --model llama-3-8b --dtype bf16 --measure --dry-run",
-        CONFIG_MODEL | CONFIG_RECOMPUTE | CONFIG_REPORT | CONFIG_CLOCK, NULL, own, sizeof own / sizeof *own);
+        CONFIG_MODEL | CONFIG_RECOMPUTE | CONFIG_REPORT | CONFIG_CLOCK, NULL, own,
+        sizeof own / sizeof *own);
     plan.model.micro_batch = micro_batch;
     plan.model.data = data;
     bool block_given = option_given(own, sizeof own / sizeof *own, "block");

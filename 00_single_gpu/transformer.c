@@ -26,8 +26,6 @@ static Tensor take(Tensor *t) {
     return taken;
 }
 
-// Statistics of a row keep full precision.
-
 static AttentionShape attention_shape(const BlockParams *w, const Model *m, const MicroBatch *micro) {
     int64_t d = config_head_size(&m->config);
     return (AttentionShape){micro->b, micro->s, w->q->shape[0] / d, w->k->shape[0] / d, d};

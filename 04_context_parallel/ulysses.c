@@ -150,8 +150,7 @@ static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, 
     ContextParallel *c = context;
     const AttentionMask *mask = mask_of_all(c, micro);
     int64_t b = micro->b;
-    Tensor dots =
-        tensor_new(MEMORY_ACTIVATION, dtype_full(q.dtype), SHAPE(tensor_rows(q), shape.heads));
+    Tensor dots = tensor_new(MEMORY_ACTIVATION, dtype_full(q.dtype), SHAPE(tensor_rows(q), shape.heads));
     op_attention_chunk_dots(dots, o, d_o, flash_heads(shape));
     Heads own = heads_new(c, b, q, k, v, shape.head_size);
     Tensor all_dots = to_heads(c, b, dots, own.shape.heads),

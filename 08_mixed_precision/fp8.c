@@ -89,12 +89,11 @@ static void check(const Config *c) {
           "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
           "device; --dtype bf16 would fit",
           dtype_name((DType)c->dtype));
-    CHECK(
-        !config_given(c, "fp8-wire") || (config_number(c, "zero") >= 3 && c->dp * c->cp > 1) ||
-            (config_number(c, "sp") && c->tp > 1),
-        "--fp8-wire: neither ZeRO-3's weights nor --sp's rows are sent: leave it out, or give --zero 3 with "
-        "several ranks of dp, or %s --sp",
-        config_more(c, "--tp"));
+    CHECK(!config_given(c, "fp8-wire") || (config_number(c, "zero") >= 3 && c->dp * c->cp > 1) ||
+              (config_number(c, "sp") && c->tp > 1),
+          "--fp8-wire: neither ZeRO-3's weights nor --sp's rows are sent: leave it out, or give --zero 3 "
+          "with several ranks of dp, or %s --sp",
+          config_more(c, "--tp"));
     CHECK((r && r->tile) || !config_number(c, "fp8-tile"),
           "--fp8-tile %.0f: --fp8 %s scales no tiles; --fp8 deepseek or mxfp8 would fit",
           config_number(c, "fp8-tile"), r ? r->name : "none");

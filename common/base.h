@@ -23,13 +23,7 @@ extern "C" {
 // ---- errors ---- Exit statuses: 0 for a PASS verdict, 1 for a FAIL verdict, 2 for wrong usage or a broken
 // environment, 3 for an UNPROVEN verdict (report.h). As in a shell, a signal adds 128: 130 when interrupted
 // (Ctrl-C), 141 when nobody reads the output any more.
-enum {
-    STATUS_PASS = 0,
-    STATUS_FAIL = 1,
-    STATUS_USAGE = 2,
-    STATUS_UNPROVEN = 3,
-    STATUS_UNREAD = 141
-};
+enum { STATUS_PASS = 0, STATUS_FAIL = 1, STATUS_USAGE = 2, STATUS_UNPROVEN = 3, STATUS_UNREAD = 141 };
 
 // Ends the program with one sentence on stderr, "<program>: <sentence>", and STATUS_USAGE.
 void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;

@@ -422,8 +422,8 @@ const char *report_evidence(void) {
                                  class_name((ProofClass)proof), report.worst[proof], report.bound[proof]);
     }
     if (report.equalities)
-        snprintf(text + used, size - used, "%s%d of %d counts as predicted", used ? "; " : "",
-                 report.equal, report.equalities);
+        snprintf(text + used, size - used, "%s%d of %d counts as predicted", used ? "; " : "", report.equal,
+                 report.equalities);
     if (!report.checks) snprintf(text, size, "nothing was checked");
     return text;
 }

@@ -433,8 +433,8 @@ void op_adamw(Tensor value, Tensor master, Tensor m, Tensor v, Tensor grad, Adam
     Argument to[] = {INOUT(value, type, FLAT(count)), OUT(value, type, FLAT(count))};
     if (BEGIN("adamw", type, 0, to[tensor_exists(master)],
               OPTIONAL(UPDATED, master, dtype_full(type), FLAT(count)),
-              INOUT(m, dtype_full(type), FLAT(count)),
-              INOUT(v, dtype_full(type), FLAT(count)), IN(grad, grad.dtype, FLAT(count))))
+              INOUT(m, dtype_full(type), FLAT(count)), INOUT(v, dtype_full(type), FLAT(count)),
+              IN(grad, grad.dtype, FLAT(count))))
         RUN(adamw, type, at(value), at(master), at(m), at(v), grad.dtype, at(grad), hyper, count);
     clock_end();
 }
@@ -446,8 +446,7 @@ void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_sca
     int64_t count = count_of(value);
     Argument to[] = {INOUT(value, type, FLAT(count)), OUT(value, type, FLAT(count))};
     if (BEGIN("sgd", type, 0, to[tensor_exists(master)],
-              OPTIONAL(UPDATED, master, dtype_full(type), FLAT(count)),
-              IN(grad, grad.dtype, FLAT(count))))
+              OPTIONAL(UPDATED, master, dtype_full(type), FLAT(count)), IN(grad, grad.dtype, FLAT(count))))
         kernel_sgd(type, at(value), at(master), grad.dtype, at(grad), lr, grad_scale, count);
     clock_end();
 }

@@ -3,7 +3,7 @@
 # of a failure what is wrong, where, and what that usually means; colors and a progress bar only on a
 # terminal. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/02_zero/zero1
-# needs: build/02_zero/zero3
+# needs: build/02_zero/zero3 build/00_single_gpu/memory
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 naive=$build/01_data_parallel/ddp_naive
@@ -123,6 +123,11 @@ refused "--json would overwrite $work/./text, which --data reads" 01_data_parall
     --data "$work/text" --json "$work/./text"
 grep -qx 'a text' "$work/text"
 report $? "the text is still there"
+# The name of a model is no file, though a file may have this name.
+wanted "a report may have the name of a model" &&
+    run bash -c 'cd "$0" && exec "$1" --model llama-3-tiny --json llama-3-tiny' "$work" \
+        "$PWD/$build/00_single_gpu/memory" && grep -q '"--json"' "$work/llama-3-tiny"
+report $? "a report may have the name of a model"
 refused "--trace and --json would write the same file" 01_data_parallel/ddp_naive --ranks 2 \
     --trace "$work/one" --json "$work/./one"
 finish

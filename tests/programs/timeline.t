@@ -68,6 +68,10 @@ run "$build"/../02_zero/zero2 --ranks 2 --steps 2 --timeline &&
     [ "$(grep -c '^           dp      G.*R' "$out")" = 2 ]
 report $? "nor the twin's"
 
+run "$build"/ddp_naive --ranks 2 --layers 1 --steps 1 --no-check --save "$work/saved" &&
+    run "$build"/ddp_naive --ranks 2 --steps 1 --no-check --init "$work/saved" --timeline &&
+    grep -q "model $work/saved/.*, 2 ranks" "$out"
+report $? "a model from a checkpoint has the checkpoint's name"
 variants="--steps 1 --timeline --timeline-svg"
 run "$build"/ddp_no_sync $variants "$work/1.svg"
 report $? "ddp_no_sync draws the variants"
