@@ -102,8 +102,6 @@ void comm_stand_for_all(bool on) {
     comm.for_all = on;
 }
 
-int world_rank(Group group, int member) { return group.member ? group.member[member] : comm.rank; }
-
 // ---- groups that the data plane prepares ----
 
 // All ranks meet, and each says what it needs: nothing (it is not a member, or the only one), a new group,

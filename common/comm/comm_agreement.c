@@ -137,9 +137,10 @@ static void number_calls(Request *r) {
     for (int i = 0; i < notices_of(r); i++)
         if (!notice_is_own(r, i)) r->before[i] = comm.peer[notice_rank(r, i)].launched;
     for (int i = 0; i < notices_of(r); i++) {
+        const int rank = notice_rank(r, i);
         if (notice_is_own(r, i)) continue;
-        comm.peer[notice_rank(r, i)].launched++;
-        comm.peer[notice_rank(r, i)].unmet[line_of(r)]++;
+        comm.peer[rank].launched++;
+        comm.peer[rank].unmet[line_of(r)]++;
     }
     for (int i = 0; i < notices_of(r); i++)
         for (int line = 0; line < COMM_LINES && !notice_is_own(r, i); line++)

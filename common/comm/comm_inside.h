@@ -19,9 +19,10 @@ struct Request {
     int64_t *open;    // by transfer: not 0 once its other end has come (transport.h)
     bool *met;        // by member or by transfer: whether its notice has come
     int64_t *before;  // by the same: how many calls this rank shared with that one earlier, on any line
-    int missing;      // notices that have not come
-    double *values;   // sums on the host, the making of a group: everyone's, (members, value_count)
-    int *got;         // by member: values that have come
+    int64_t *in_counts, *out_counts;  // by member: what call's point to, if it has them
+    int missing;                      // notices that have not come
+    double *values;  // sums on the host, the making of a group: everyone's, (members, value_count)
+    int *got;        // by member: values that have come
     int value_count;
     bool host, given, agreed, done;
     bool trusted;                        // it sends no notices and waits for none
@@ -89,7 +90,9 @@ extern struct Comm {
 
 extern const uint64_t HASH_SEED;
 uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
-int world_rank(Group group, int member);
+static inline int world_rank(Group group, int member) {
+    return group.member ? group.member[member] : comm.rank;
+}
 Operation *group_operation(const Request *r);
 // A rank that has died, or -1.
 int find_dead(void);
