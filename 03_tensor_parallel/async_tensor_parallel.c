@@ -1,24 +1,23 @@
-// async_tensor_parallel.c: some rows are in flight while others are multiplied. Playbook: "Tensor
-// Parallelism in a Transformer Block" ("block matrix multiplication coupled with async communication");
-// PyTorch's async TP.
+// async_tensor_parallel.c: some rows are in flight while others are multiplied. Playbook: "Tensor Parallelism
+// in a Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async
+// TP.
 //
-// Against sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that enter
-// are multiplied as they arrive, the rank's own first; rows that leave are sent as they are computed, its own
-// last, and each rank adds the N parts of its own rows. Rank 0 of 4, pieces named after the rows' rank:
+// Changes from sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that
+// enter are multiplied as they arrive, the rank's own first; rows that leave are sent as they are computed,
+// its own last, and each rank adds the N parts of its own rows. Rank 0 of 4, pieces named after the rows'
+// rank:
 //
 //     x W^T, x enters   compute  0 3 2 1        x W^T, the product leaves   compute  1 2 3 0 +
 //                       network  3 2 1                                      network    1 2 3
 //
 // (A ring would pass pieces from neighbour to neighbour: the same bytes, but each message would wait for the
 // one before.) Parts are added in rank order and rounded once, as in a reduce-scatter: no bit differs from
-// sequence_parallel.c if the BLAS computes a row alike in a product of few rows and in one of many.
-//
+// sequence_parallel.c if the BLAS computes a row the same way in a product of few rows and in one of many.
 // Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, K = b s h e, as there. Memory per rank: as
 // there, and K for parts. It saves time on the model clock, and is meant for GPUs: on a CPU the rank that
 // multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
-// Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks
-// reproduce the single-device step …
+// Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks reproduce …
 #include <math.h>
 #include <stdlib.h>
 
