@@ -1,8 +1,8 @@
 // schedule.c: which rank does what, in which order: any pipeline's schedule as data. Playbook: "Pipeline
 // Parallelism".
 //
-// Against 00_single_gpu: nothing is trained here. A step of m micro-batches over the stages of a model is
-// split into passes F, B and W of one stage and one micro-batch (schedule.h), and a schedule is a list of
+// Changes from 00_single_gpu: nothing is trained here. A step of m micro-batches over the stages of a model
+// is split into passes F, B and W of one stage and one micro-batch (schedule.h), and a schedule is a list of
 // them for each rank. Everything else follows from the lists: schedule_verify.c finds out whether they can
 // run, and what each rank holds and sends; schedule_clock.c how long they take; schedule_picture.c draws
 // them. The same lists drive the real training.
