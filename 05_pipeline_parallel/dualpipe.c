@@ -118,10 +118,10 @@ void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk 
     for (int i = 0; i < k + 1; i++) backward_weight(&r);
 }
 
-// The formula of the bubble is exact for F = B >= W and an even m >= 2p, if a pair takes as long as its passes.
-// (A shorter pair shortens the step; the formula is then how long the middle ranks idle.) With B a little
-// longer than F, up to 5F / 4, and p <= 8 it is (p/2 - 1) (F&B + F - 2W). Held for any m: min(m, p + 1,
-// n + 1 + k), where n micro-batches enter at the nearer end, k ranks away.
+// The formula of the bubble is exact for F = B >= W and an even m >= 2p, if a pair takes as long as its
+// passes. (A shorter pair shortens the step; the formula is then how long the middle ranks idle.) With B a
+// little longer than F, up to 5F / 4, and p <= 8 the bubble is (p/2 - 1) (F&B + F - 2W). Held for any m:
+// min(m, p + 1, n + 1 + k), where n micro-batches enter at the nearer end, k ranks away.
 Schedule schedule_dualpipe(int p, int m) {
     Schedule s = schedule_new("dualpipe", p, m, p, 2);
     int half = p / 2, n[2] = {m - m / 2, m / 2};

@@ -16,7 +16,7 @@
 //
 // With this chapter's schedules, where W runs in the order of micro-batches on every stage, no bit differs
 // from one device, except where gradients of two copies of a weight are summed (tied embeddings, DualPipe).
-// Bytes sent per rank and micro-batch: n h elements each way, for each stage whose neighbour is on another rank.
+// Bytes sent per rank and micro-batch: n h elements each way for each stage with a neighbour on another rank.
 // Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
 // that the schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"

@@ -20,12 +20,7 @@
 //
 // Rounded to nearest, a weight in bf16 loses every update below half a step, however many there are; rounded
 // stochastically it does not. Beyond the largest number bfloat16 and float16 become infinity; what training
-// stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers.
-//
-// Proof: in the conversions that training uses (tensor/dtype.c), each code of the 8- and 16-bit formats has
-// the value of its fields, and each boundary between two codes is where this file's rounding puts it. (A
-// float64 number reaches them by way of float32: rounded twice, it may be one step off.)
-// Bytes sent: none; one device, no model.
+// stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers. Bytes sent: none.
 // Run: build/08_mixed_precision/formats                (--value 0.1, --svg points.svg)
 // Last line: PASS formats: five formats are what their bits say …
 #include <math.h>
@@ -119,6 +114,10 @@ static double stored(const Format *f, double x) {
 }
 
 // ---- the proof ----
+
+// Of the conversions that training uses (tensor/dtype.c): each code of the 8- and 16-bit formats has the value
+// of its fields, and each boundary between two codes is where this file's rounding puts it. (A float64 number
+// reaches them by way of float32: rounded twice, it may be one step off.)
 
 static bool same(double x, double y) { return isnan(x) ? isnan(y) : x == y && signbit(x) == signbit(y); }
 
