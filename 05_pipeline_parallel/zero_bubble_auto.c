@@ -133,8 +133,8 @@ static void keep_better(Best *best, Schedule s, Durations d) {
 
 // ZB-H1 and ZB-H2 compete as well, if memory has room for them. Of equally short steps the one with the
 // shortest period is kept. A lower bound for any order: the last rank waits for p - 1 forwards and hops; rank
-// 0 waits for its first gradient until p F + (p - 1) B + 2 (p - 1) hops are over, and has no more than `limit`
-// Fs to run before it:
+// 0 waits for its first gradient until p F + (p - 1) B + 2 (p - 1) hops are over, and has no more than
+// `limit` Fs to run before it:
 //
 //     bubble  >=  max((p - 1) (F + hop),  (p - 1) (F + B + 2 hop) - (limit - 1) F)
 //
