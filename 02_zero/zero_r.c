@@ -192,7 +192,7 @@ static void print_ways(const Way *way, int ways, const Config *config, Group tp)
     say("\nActivations of rank 0: what it keeps of the blocks' inputs, the most it holds at once, and how "
         "far the heap\n"
         "reaches if each tensor takes the lowest address at which it fits:\n");
-    say("  %-28s %14s %14s %14s %12s\n", "checkpoints", "their bytes", "peak", "heap", "in holes");
+    say("  %-28s %14s %14s %14s %12s\n", "checkpoints", "kept, bytes", "peak, bytes", "heap, bytes", "in holes");
     for (int i = 0; i < ways; i++) {
         const Heap *heap = &way[i].heap;
         say("  %-28s %14.0f %14ld %14ld %11.1f%%\n", way[i].name, checkpoint_bytes(config, &way[i], tp),
