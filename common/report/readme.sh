@@ -174,6 +174,7 @@ row() {
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
     row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' 'hides until DP = '
     row 17 '… and a GPU loses throughput from then on' find_config '--rules' 'ZeRO-3 has lost'
+    row 17 '… with DP as well, at constant memory' find_config '--rules' 'dp has lost'
     row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' \
         '^ *sharded, all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' \
