@@ -311,7 +311,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     int64_t buffer_bytes;
     Option own[] = {{"buffer-bytes", OPTION_INT, &buffer_bytes, "16384", 8, 1e12, "bytes",
-                     "of the buffer through which all gradients pass", false}};
+                     "size of the buffer through which all gradients pass", false}};
     Config config = config_parse(
         argc, argv, "ZeRO-R: checkpoints without copies, buffers that do not grow, memory without holes.",
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE |
