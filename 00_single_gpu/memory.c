@@ -277,7 +277,8 @@ int main(int argc, char **argv) {
     int64_t micro_batch;
     const char *data = NULL;
     Option own[] = {
-        {"micro-batch", OPTION_INT, &micro_batch, "1", 1, 1e6, "sequences", "size of a micro-batch, b", false},
+        {"micro-batch", OPTION_INT, &micro_batch, "1", 1, 1e6, "sequences", "size of a micro-batch, b",
+         false},
         {"block", OPTION_CHOICE, &block, NULL, 0, 0, "llama|gpt",
          "this book's block, or GPT's as in the playbook's formulas (LayerNorm, biases, dropout, GELU, "
          "tied); without it: what --model has",
@@ -297,8 +298,8 @@ int main(int argc, char **argv) {
         {"measure", OPTION_FLAG, &measured, NULL, 0, 0, "",
          "run a step and compare what it allocates with the formulas; the default if no flag is given",
          false},
-        {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "", "with --measure: no memory behind the tensors, so any size",
-         false},
+        {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "",
+         "with --measure: no memory behind the tensors, so any size", false},
         {"data", OPTION_TEXT, &data, NULL, 0, 0, "FILE", "with --measure: the text of its step", false},
     };
     bool no_flags = argc == 1;

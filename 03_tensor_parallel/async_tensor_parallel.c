@@ -260,7 +260,8 @@ static StepCost show_way(const Way *way, Mesh mesh) {
 static void compare_async(const StepCost *async, const StepCost *other, const char *name, bool one_node) {
     double exposed = async->comm.exposed_seconds / other->comm.exposed_seconds,
            step = async->step_seconds / other->step_seconds;
-    say("  async tp exposes %.2f of what %s does, and its step takes %.3f of the time\n", exposed, name, step);
+    say("  async tp exposes %.2f of what %s does, and its step takes %.3f of the time\n", exposed, name,
+        step);
     report_that(
         (exposed <= 0.7 && step < 1) || !one_node,
         "async tp exposes %.2f of what %s does, expected 0.7 or less, and its step takes %.3f of the time, "
@@ -353,8 +354,8 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     double clock = 64.0 * (double)hidden, expected = formula * n / (n - 1);
     // Each piece has its latency beside its bytes.
     double late = machine->node_latency * reached.node_bytes_per_second * n / (2 * 65536 * expected);
-    say("\nThe all-gather of rows hides behind a product with one (h, h) weight from h = %.0f on by formula A3 "
-        "in bytes, from %.0f on by the clock\n",
+    say("\nThe all-gather of rows hides behind a product with one (h, h) weight from h = %.0f on by "
+        "formula A3 in bytes, from %.0f on by the clock\n",
         formula, clock);
     report_number("hidden size from which rows hide", "formula", formula, "");
     report_number("hidden size from which rows hide", "model clock", clock, "");

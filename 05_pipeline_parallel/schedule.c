@@ -244,7 +244,8 @@ int main(int argc, char **argv) {
          "the schedule to show; without it, a table of all", false},
         {"stages", OPTION_INT, &stages, "4", 1, RANKS_MOST, "ranks", "length of the pipeline, p", false},
         {"micro-batches", OPTION_INT, &micro_batches, "8", 1, 1024, "", "micro-batches per step, m", false},
-        {"chunks", OPTION_INT, &chunks, "2", 1, 16, "stages", "stages per rank, v, with interleaved", false},
+        {"chunks", OPTION_INT, &chunks, "2", 1, 16, "stages", "stages per rank, v, with interleaved",
+         false},
         {"group", OPTION_INT, &group, "0", 0, 1024, "micro-batches",
          "how many go through a chunk before interleaved takes the next one: as many as --stages is "
          "depth-first, as --micro-batches breadth-first; 0: as --stages",

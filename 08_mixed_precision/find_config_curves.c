@@ -89,16 +89,15 @@ static void draw_curves(const char *file, const Curve *curve) {
 }
 
 void curves(const char *file) {
-    Curve curve[CURVES] = {
-        {"tp", "layers=16 kv-heads=32 vocab=32000", 6, {1, 2, 4, 8, 16, 32}, {0}, {0}},
-        {"pp", "layers=64 kv-heads=32 vocab=32000", 6, {2, 4, 8, 16, 32, 64}, {0}, {0}},
-        {"ZeRO-3", "", 8, {8, 16, 32, 64, 128, 256, 512, 1024}, {0}, {0}},
-        {"dp",
-         "layers=16 hidden=2048 heads=16 kv-heads=16 ffn=8192 vocab=131072",
-         8,
-         {8, 16, 32, 64, 128, 256, 512, 1024},
-         {0},
-         {0}}};
+    Curve curve[CURVES] = {{"tp", "layers=16 kv-heads=32 vocab=32000", 6, {1, 2, 4, 8, 16, 32}, {0}, {0}},
+                           {"pp", "layers=64 kv-heads=32 vocab=32000", 6, {2, 4, 8, 16, 32, 64}, {0}, {0}},
+                           {"ZeRO-3", "", 8, {8, 16, 32, 64, 128, 256, 512, 1024}, {0}, {0}},
+                           {"dp",
+                            "layers=16 hidden=2048 heads=16 kv-heads=16 ffn=8192 vocab=131072",
+                            8,
+                            {8, 16, 32, 64, 128, 256, 512, 1024},
+                            {0},
+                            {0}}};
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     comm_stand_for_all(true);

@@ -317,7 +317,8 @@ int main(int argc, char **argv) {
     const char *svg = NULL, *json = NULL;
     Option table[] = {
         {"seed", OPTION_INT, &seed, "42", 0, 1e15, "", "seed of stochastic rounding", false},
-        {"value", OPTION_REAL, &value, "0.1", -1e38, 1e38, "", "number to show as each format stores it", false},
+        {"value", OPTION_REAL, &value, "0.1", -1e38, 1e38, "", "number to show as each format stores it",
+         false},
         {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "draw the points between 1 and 2", false},
         {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };

@@ -24,7 +24,8 @@ static const struct {
     {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
     {" cp ", "it belongs to chapter 04, context parallelism"},
     {" pp ", "it belongs to chapter 05, pipeline parallelism"},
-    {" stages micro-batches ", "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
+    {" stages micro-batches ",
+     "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
     {" ep ", "it belongs to chapter 06, expert parallelism"},
     {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
