@@ -61,8 +61,8 @@ report $? "another split of the same samples goes on, and a longer course of the
 
 cat common/*.h >"$work/other.txt"
 trains ${to24/--lr 1e-2/--lr 0.02} --resume "$work/ours/deeper" --data "$work/other.txt" --clip 0 &&
-    grep -qx 'continues differently .*: other data, --lr 0.02, not 0.01, --clip 0, not 1, --steps 24, not 20' \
-        "$out"
+    grep -qx "continues differently .*: other data, --lr 0.02, not 0.01, --clip 0, not 1, \
+--steps 24, not 20" "$out"
 report $? "other data and other rates are told"
 
 trains $to20 --resume "$work/ours/deeper/step-000016" --documents 10 &&
