@@ -163,6 +163,7 @@ help:
 
 run:
 	@common/install.sh run
+	@echo '== building every program in $(BUILD)/; the tour follows'
 	@$(MAKE) --no-print-directory -j$$(nproc) programs
 	@common/report/tour.sh $(BUILD)
 

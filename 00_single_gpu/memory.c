@@ -277,28 +277,30 @@ int main(int argc, char **argv) {
     int64_t micro_batch;
     const char *data = NULL;
     Option own[] = {
-        {"micro-batch", OPTION_INT, &micro_batch, "1", 1, 1e6, "sequences", "computed at once, b", false},
+        {"micro-batch", OPTION_INT, &micro_batch, "1", 1, 1e6, "sequences", "size of a micro-batch, b",
+         false},
         {"block", OPTION_CHOICE, &block, NULL, 0, 0, "llama|gpt",
-         "this book's, or GPT's of the playbook's formulas (LayerNorm, biases, dropout, GELU, tied); "
-         "without it: what --model is",
+         "this book's block, or GPT's as in the playbook's formulas (LayerNorm, biases, dropout, GELU, "
+         "tied); without it: what --model has",
          false},
         {"no-f32-gradients", OPTION_FLAG, &bf16_gradients, NULL, 0, 0, "",
          "16-bit gradients are summed in 16 bits: 16 bytes a parameter in place of 20", false},
         {"k", OPTION_REAL, &plan.optimizer_bytes, "0", 0, 64, "bytes",
-         "of optimizer state per parameter; 0: AdamW's, 8, or 12 with master weights", false},
+         "optimizer state per parameter; 0: AdamW's, 8, or 12 with master weights", false},
         {"zero", OPTION_INT, &plan.zero, "0", 0, 3, "", "ZeRO stage", false},
         {"dp", OPTION_INT, &plan.dp, "1", 1, 1e6, "ranks", "data parallelism", false},
         {"tp", OPTION_INT, &plan.tp, "1", 1, 1e4, "ranks",
-         "tensor parallelism, of embedding and output layer too (--vocab-parallel)", false},
+         "tensor parallelism, also of embedding and output layer (--vocab-parallel)", false},
         {"sp", OPTION_FLAG, &plan.sp, NULL, 0, 0, "", "sequence parallelism beside --tp", false},
         {"tensors", OPTION_FLAG, &tensors, NULL, 0, 0, "", "show what one block keeps, tensor by tensor",
          false},
         {"claims", OPTION_FLAG, &claims, NULL, 0, 0, "", "show the playbook's figures beside ours", false},
         {"measure", OPTION_FLAG, &measured, NULL, 0, 0, "",
-         "run a step, and hold its account against the formulas; also without any flag", false},
-        {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "", "--measure without memory behind the tensors",
+         "run a step and compare what it allocates with the formulas; the default if no flag is given",
          false},
-        {"data", OPTION_TEXT, &data, NULL, 0, 0, "FILE", "the text of --measure's step", false},
+        {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "",
+         "with --measure: no memory behind the tensors, so any size", false},
+        {"data", OPTION_TEXT, &data, NULL, 0, 0, "FILE", "with --measure: the text of its step", false},
     };
     bool no_flags = argc == 1;
     plan.model = config_parse(

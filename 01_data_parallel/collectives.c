@@ -239,7 +239,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     double seconds;
     Option own[] = {{"sleep", OPTION_REAL, &seconds, "1", 0, 3600, "s",
-                     "rank r sleeps r times as long before the barrier", false}};
+                     "before the barrier rank r sleeps r times this long", false}};
     Config config =
         config_parse(argc, argv, "Collective and point-to-point communication, call by call.",
                      CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE | CONFIG_RANKS, NULL, own, 1);

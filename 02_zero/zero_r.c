@@ -192,7 +192,8 @@ static void print_ways(const Way *way, int ways, const Config *config, Group tp)
     say("\nActivations of rank 0: what it keeps of the blocks' inputs, the most it holds at once, and how "
         "far the heap\n"
         "reaches if each tensor takes the lowest address at which it fits:\n");
-    say("  %-28s %14s %14s %14s %12s\n", "checkpoints", "their bytes", "peak", "heap", "in holes");
+    say("  %-28s %14s %14s %14s %12s\n", "checkpoints", "kept, bytes", "peak, bytes", "heap, bytes",
+        "in holes");
     for (int i = 0; i < ways; i++) {
         const Heap *heap = &way[i].heap;
         say("  %-28s %14.0f %14ld %14ld %11.1f%%\n", way[i].name, checkpoint_bytes(config, &way[i], tp),
@@ -216,7 +217,8 @@ static void checkpoints(const Config *config, Group tp) {
     const Heap *heap = &way[CONTIGUOUS].heap, *apart = &way[SHARDED].heap;
     const int64_t holes = heap->end - heap->most_live, few = (apart->end - apart->most_live) / 10;
     report_that(holes <= few || holes <= heap->end / 100 + HEAP_ALIGNMENT,  // small tensors round up
-                "with checkpoints in one tensor, %ld of the heap's %ld bytes are in holes", holes, heap->end);
+                "with checkpoints in one tensor, %ld of the heap's %ld bytes are in holes", holes,
+                heap->end);
     for (int i = 0; i < WAYS; i++) {
         record_free(&way[i].record);
         heap_free(&way[i].heap);
@@ -311,7 +313,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     int64_t buffer_bytes;
     Option own[] = {{"buffer-bytes", OPTION_INT, &buffer_bytes, "16384", 8, 1e12, "bytes",
-                     "of the buffer through which all gradients pass", false}};
+                     "size of the buffer through which all gradients pass", false}};
     Config config = config_parse(
         argc, argv, "ZeRO-R: checkpoints without copies, buffers that do not grow, memory without holes.",
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE |

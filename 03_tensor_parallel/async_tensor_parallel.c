@@ -1,24 +1,23 @@
-// async_tensor_parallel.c: some rows are in flight while others are multiplied. Playbook: "Tensor
-// Parallelism in a Transformer Block" ("block matrix multiplication coupled with async communication");
-// PyTorch's async TP.
+// async_tensor_parallel.c: some rows are in flight while others are multiplied. Playbook: "Tensor Parallelism
+// in a Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async
+// TP.
 //
-// Against sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that enter
-// are multiplied as they arrive, the rank's own first; rows that leave are sent as they are computed, its own
-// last, and each rank adds the N parts of its own rows. Rank 0 of 4, pieces named after the rows' rank:
+// Changes from sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that
+// enter are multiplied as they arrive, the rank's own first; rows that leave are sent as they are computed,
+// its own last, and each rank adds the N parts of its own rows. Rank 0 of 4, pieces named after the rows'
+// rank:
 //
 //     x W^T, x enters   compute  0 3 2 1        x W^T, the product leaves   compute  1 2 3 0 +
 //                       network  3 2 1                                      network    1 2 3
 //
 // (A ring would pass pieces from neighbour to neighbour: the same bytes, but each message would wait for the
 // one before.) Parts are added in rank order and rounded once, as in a reduce-scatter: no bit differs from
-// sequence_parallel.c if the BLAS computes a row alike in a product of few rows and in one of many.
-//
+// sequence_parallel.c if the BLAS computes a row the same way in a product of few rows and in one of many.
 // Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, K = b s h e, as there. Memory per rank: as
 // there, and K for parts. It saves time on the model clock, and is meant for GPUs: on a CPU the rank that
 // multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
-// Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks
-// reproduce the single-device step …
+// Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks reproduce …
 #include <math.h>
 #include <stdlib.h>
 
@@ -261,10 +260,11 @@ static StepCost show_way(const Way *way, Mesh mesh) {
 static void compare_async(const StepCost *async, const StepCost *other, const char *name, bool one_node) {
     double exposed = async->comm.exposed_seconds / other->comm.exposed_seconds,
            step = async->step_seconds / other->step_seconds;
-    say("  async tp exposes %.2f of what %s does, and steps in %.3f of its time\n", exposed, name, step);
+    say("  async tp exposes %.2f of what %s does, and its step takes %.3f of the time\n", exposed, name,
+        step);
     report_that(
         (exposed <= 0.7 && step < 1) || !one_node,
-        "async tp exposes %.2f of what %s does, expected 0.7 or less, and steps in %.3f of its time, "
+        "async tp exposes %.2f of what %s does, expected 0.7 or less, and its step takes %.3f of the time, "
         "expected below 1",
         exposed, name, step);
 }
@@ -354,8 +354,8 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     double clock = 64.0 * (double)hidden, expected = formula * n / (n - 1);
     // Each piece has its latency beside its bytes.
     double late = machine->node_latency * reached.node_bytes_per_second * n / (2 * 65536 * expected);
-    say("\nRows that enter hide behind a product with one (h, h) weight from h = %.0f on by formula A3 in "
-        "bytes, from %.0f by the clock\n",
+    say("\nThe all-gather of rows hides behind a product with one (h, h) weight from h = %.0f on by "
+        "formula A3 in bytes, from %.0f on by the clock\n",
         formula, clock);
     report_number("hidden size from which rows hide", "formula", formula, "");
     report_number("hidden size from which rows hide", "model clock", clock, "");

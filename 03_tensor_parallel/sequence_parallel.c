@@ -1,10 +1,9 @@
 // sequence_parallel.c: norms and residuals are also sharded over ranks. Playbook: "Sequence Parallelism".
 //
-// Against tensor_parallel.c: between regions each of N ranks has only its own tokens, an N-th of the b s rows
-// of (b s, h), and embeds, normalizes and adds only those (Korthikanti et al. 2022):
+// Changes from tensor_parallel.c: between regions each of N ranks has only its own tokens, an N-th of the b s
+// rows of (b s, h), and embeds, normalizes and adds only those (Korthikanti et al. 2022):
 //
-//     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2
-//     and the same around the MLP
+//     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2        and the same around the MLP
 //
 //              forward           backward
 //     g        all-gather        reduce-scatter
@@ -14,13 +13,11 @@
 // gradients, gathers them again: an all-gather per region, which the playbook does not count (Megatron-LM has
 // it too, hidden behind dX). Gradients of norms, and of an embedding and an output layer that stay whole,
 // come from a rank's own rows and are summed over tp at the end of the step.
-//
 // Bytes sent per rank, block and micro-batch (K = b s h e, e bytes per element): 8 (N - 1) / N K, as in
-// tensor_parallel.c, and 2 (N - 1) / N K for W. Memory per rank: all that a block keeps is sharded, an N-th
-// of one device's, where copies of K/V heads count (kv' in tensor_parallel.c).
+// tensor_parallel.c, and 2 (N - 1) / N K for W. Memory per rank: an N-th of all that a block keeps on one
+// device, where copies of K/V heads count (kv' in tensor_parallel.c).
 // Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
-// Last line: PASS sequence_parallel: rows are sharded between regions, and the ranks reproduce
-// the single-device step …
+// Last line: PASS sequence_parallel: rows are sharded between regions, and the ranks reproduce …
 #include <math.h>
 #include <stdlib.h>
 

@@ -1,8 +1,7 @@
 // split_matmul.c: a matrix multiply sharded over ranks, by columns or by rows. Playbook: "Tensor
 // Parallelism"; on 2 ranks this is its small example, on N ranks X is (2, 2 N) and W (2 N, N).
 //
-// Against 00_single_gpu: rank i has only a part of W, and Y = X W is put together from the products of N
-// ranks.
+// Changes from 00_single_gpu: rank i has only a part of W, and Y = X W is assembled from all ranks' parts.
 //
 //     by columns   X [W_1 W_2 …]             = [X W_1, X W_2, …]      every rank needs all of X
 //     by rows      [X_1 X_2 …] [W_1; W_2; …] = X_1 W_1 + X_2 W_2 + …  every rank needs its columns of X
@@ -13,12 +12,10 @@
 //     by rows      scatter      all-reduce    X_i^T dY       gather of dY W_i^T, columns of dX
 //       sent       (N - 1)/N X  2 (N - 1) Y   -              (N - 1)/N X
 //
-// (By columns all ranks get dX, as all had X. A reduce to rank 0 would send about half of that.)
 // With one multiply by columns and the next by rows, nothing is sent in between: rank i already has the
 // columns that it multiplies next, and an activation function works element by element. In the other order
 // the function needs the sum first. (The model stores weights as (out, in): columns of W are rows there.)
-//
-// Bytes sent, by all ranks: as above, X and Y standing for their bytes. Memory per rank: W / N.
+// Bytes sent, by all ranks: as above, where X and Y stand for their bytes. Memory per rank: W / N.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)
 // Last line: PASS split_matmul: sharding by columns and by rows gives the single-device product …
 #include "01_data_parallel/data_parallel.h"

@@ -1,12 +1,11 @@
-// tensor_parallel.c: each block's matrices sharded over ranks. Playbook: "Tensor Parallelism in a
-// Transformer Block"; Shoeybi et al. 2019 (Megatron-LM).
+// tensor_parallel.c: each block's matrices sharded over ranks. Playbook: "Tensor Parallelism in a Transformer
+// Block"; Shoeybi et al. 2019 (Megatron-LM).
 //
-// Against 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part of
-// the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns, Wo Wdown by rows
+// Changes from 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part
+// of the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns, Wo Wdown by rows
 // (split_matmul.c). The table of weights has them as (out, in), so columns of W are rows there.
 //
-//     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2
-//     and the same around the MLP
+//     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2        and the same around the MLP
 //
 //              forward       backward
 //     f        identity      all-reduce    every rank reads the input, so its gradients add up
@@ -14,10 +13,9 @@
 //
 // With fewer key/value heads than ranks, N / kv consecutive ranks store the same head. Each copy serves
 // different query heads, so its gradient is partial; a sum at the end of the step keeps the copies equal.
-//
 // Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (N - 1) / N K, for e bytes per
-// element. Memory per rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv' d + 3 f + a s) / N)
-// + 2 statistics), where kv' = max(kv, N) counts copies of heads, in Wk and Wv too.
+// element. Memory per rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv' d + 3 f + a s) / N) +
+// 2 statistics), where kv' = max(kv, N) counts copies of heads, in Wk and Wv too.
 // Run: build/03_tensor_parallel/tensor_parallel (--ranks 8 --gpus-per-node 4, --tp 2 --zero 1, --dry-run …)
 // Last line: PASS tensor_parallel: ranks that shard every matrix reproduce the single-device step …
 #include "tensor_parallel.h"

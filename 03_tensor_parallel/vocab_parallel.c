@@ -1,10 +1,10 @@
 // vocab_parallel.c: embedding, output layer and loss sharded over the vocabulary. Playbook: "Sequence
 // Parallelism", its table of the embedding layer ("Row Linear sharded on vocab").
 //
-// Against 00_single_gpu: each of t ranks stores ceil(v / t) rows of both tables, the last ones padded with
-// zeros. A lookup is a row-parallel linear: a token's row is zero on ranks that do not store it, and the sum
-// over ranks, by f* or g*, is x. The output layer is column-parallel: its input enters by f or g, and each
-// rank computes its own columns z of the logits, (n, v / t), which are never sent (Shoeybi et al. 2019):
+// Changes from 00_single_gpu: each of t ranks stores ceil(v / t) rows of both tables, the last ones padded
+// with zeros. A lookup is a row-parallel linear: a token's row is zero on ranks that do not store it, and the
+// sum over ranks, by f* or g*, is x. The output layer is column-parallel: its input enters by f or g, and
+// each rank computes its own columns z of the logits, (n, v / t), which are never sent (Shoeybi et al. 2019):
 //
 //     m = max over ranks of max_j z_j      Z = sum over ranks of sum_j exp(z_j - m)      lse = m + log Z
 //     loss = lse - sum over ranks of (z_target where its column is, else 0)
@@ -14,8 +14,7 @@
 // of all logits, by a first all-reduce. Padded columns enter no maximum, no sum and no gradient.
 //
 // Bytes sent per rank and micro-batch, with n = b s, K = n h e, e bytes per element and w per statistic:
-// (t - 1) / t times 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. Gathering the logits would take
-// (t - 1) / t n v e.
+// (t - 1) / t times 4 K + 6 n w, with sequence parallelism 5 K + 6 n w; a gather of the logits, n v e.
 // Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
 // Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
 // Last line: PASS vocab_parallel: the loss needs no rank to see all logits …

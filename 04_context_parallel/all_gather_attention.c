@@ -1,8 +1,8 @@
 // all_gather_attention.c: one all-gather of all keys and values before attention. Playbook: "Zig-Zag Ring
 // Attention", the first of its two ways to overlap; Llama 3 (Grattafiori et al. 2024, section 3.3.2).
 //
-// Against ring_attention.c: before attention one all-gather brings every rank all keys and values. There are
-// no hops to wait for, any mask can be computed at once, and with grouped-query heads K/V are few bytes
+// Changes from ring_attention.c: before attention one all-gather brings every rank all keys and values. There
+// are no hops to wait for, any mask can be computed at once, and with grouped-query heads K/V are few bytes
 // compared with what attention computes. The price is memory: all N chunks instead of two.
 //
 //     forward     all-gather K, V (e);  o = attention of own queries over all keys

@@ -1,9 +1,9 @@
 // context_parallel.c: what the four ways of context parallelism share. Playbook: "Context Parallelism".
 //
-// Against 00_single_gpu: each of N ranks has its own s / N tokens of every sequence, from the embedding to
-// the loss. Linears, norms, the MLP and the loss process tokens one by one and need nothing else; positions
-// and labels are taken along with the tokens (labels are already shifted). Only attention must see other
-// ranks' tokens, all keys up to a query's own:
+// Changes from 00_single_gpu: each of N ranks has its own s / N tokens of every sequence, from the embedding
+// to the loss. Linears, norms, the MLP and the loss process tokens one by one and need nothing else;
+// positions and labels are taken along with the tokens (labels are already shifted). Only attention must see
+// other ranks' tokens, all keys up to a query's own:
 //
 //                  layout of tokens       sent in attention                          keys and values held
 //     ring         contiguous             K/V hop to the next rank, N - 1 times      2 chunks and its own

@@ -1,10 +1,9 @@
 // ring_attention.c: keys and values hop from rank to rank. Playbook: "Discovering Ring Attention"; Liu,
 // Zaharia, Abbeel 2023.
 //
-// Against 00_single_gpu/flash.c: a rank has the queries, keys and values of its own tokens. In hop h, rank r
-// computes with the keys and values of rank r - h, at the same time passes them on to rank r + 1, and merges
-// the result into o by log-sum-exp. After N hops each query has seen all keys, and no rank ever held them
-// all:
+// Changes from 00_single_gpu/flash.c: a rank has the queries, keys and values of its own tokens. In hop h
+// rank r computes with the keys and values of rank r - h, meanwhile passes them on to rank r + 1, and merges
+// the result into o by log-sum-exp. After N hops each query has seen all keys, and no rank has held them all:
 //
 //     forward     hop 0      hop 1      hop 2      hop 3        (whose K/V; N = 4)
 //       rank 0    0          3          2          1            compute, and in flight: the next hop's K/V
@@ -13,11 +12,9 @@
 //       rank 0    dkv 0      dkv 3 ->   dkv 2 ->   dkv 1 ->     the last hop ends on rank j, which adds its
 //       rank 1    dkv 1      dkv 0 ->   dkv 3 ->   dkv 2 ->     own share, of hop 0
 //
-// With contiguous tokens and a causal mask, rank 0 computes in hop 0 only, rank N - 1 in every hop
-// (zigzag_ring_attention.c balances that).
-//
-// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C
-// e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) calls, to one neighbour.
+// With contiguous tokens and a causal mask, rank 0 computes in hop 0 only, rank N - 1 in every hop.
+// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C e,
+// backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) calls, to one neighbour.
 // Memory per rank: two chunks of K/V besides its own; in backward also three of dK/dV in f32.
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp …)
 // Last line: PASS ring_attention: ranks that shard every sequence reproduce the single-device step …

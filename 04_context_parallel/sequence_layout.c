@@ -1,10 +1,10 @@
 // sequence_layout.c: which tokens of a sequence a rank of context parallelism has. Playbook: "Zig-Zag Ring
 // Attention – A Balanced Compute Implementation"; zig-zag: Llama 3; striped: Brandon et al. 2023.
 //
-// Against 00_single_gpu: a rank has s / cp tokens of every sequence, and one function takes its positions,
-// tokens and labels (labels are shifted first: the next token may be on another rank). Under a causal mask a
-// late token sees more than an early one, so the layout of tokens decides which ranks wait for which others.
-// Score entries of a head, with m = s / cp tokens on each rank:
+// Changes from 00_single_gpu: a rank has s / cp tokens of every sequence, and one function takes its
+// positions, tokens and labels (labels are shifted first: the next token may be on another rank). Under a
+// causal mask a late token sees more than an early one, so the layout of tokens decides which ranks wait for
+// which others. Score entries of a head, with m = s / cp tokens on each rank:
 //
 //                 tokens of rank 0 (s = 16)  in all hops, rank r              most in a hop
 //     contiguous  0 1 2 3                    (r + 1/2) m^2 + m / 2            m^2

@@ -1,8 +1,8 @@
 // ulysses.c: all-to-alls turn a shard of the tokens into a shard of the heads, and back. Jacobs et al. 2023
 // (DeepSpeed Ulysses); not in the playbook.
 //
-// Against ring_attention.c: attention processes heads one by one. An all-to-all turns all heads of a rank's
-// tokens into all tokens of a rank's heads, on which attention is as on one device; another turns o back:
+// Changes from ring_attention.c: attention processes heads one by one. One all-to-all turns all heads of a
+// rank's tokens into all tokens of a rank's heads, where attention is as on one device; another returns o:
 //
 //     (b, s / N, a d) --[all-to-all]--> (b, s, a d / N) -- attention -- o --[all-to-all]--> (b, s / N, a d)
 //
@@ -10,11 +10,9 @@
 // the heads. With fewer key/value heads than ranks, several ranks get the same one, each for different query
 // heads, and the parts of dK and dV are summed in f32 on the rank that has the tokens. Backward sends q, k
 // and v again rather than keep them twice, and besides d_o one number per token and head: sum(o d_o).
-//
-// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N); an N-th of each tensor
-// stays:
-//     forward     (N - 1) / N n d e (2 a + 2 kv')
-//     backward    (N - 1) / N n (d e (3 a + 4 kv') + 4 a), and 2 d (4 - e) kv' more where heads have copies
+// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N): (N - 1) / N times
+//     forward     n d e (2 a + 2 kv')
+//     backward    n (d e (3 a + 4 kv') + 4 a + 2 d (4 - e) kv')      the last term only if heads have copies
 // For a given n this hardly grows up to N = kv, while the ring's (N - 1) n 2 kv d e does; beyond, copies of K
 // and V are sent as well. Messages: 4 b all-to-alls forward and 8 b backward, each waited for at once.
 // Memory per rank: a second copy of q, k, v and o while attention computes with them.

@@ -1,12 +1,12 @@
 // zigzag_ring_attention.c: ring attention with balanced chunks. Playbook: "Zig-Zag Ring Attention – A
 // Balanced Compute Implementation".
 //
-// Against ring_attention.c: only the layout of tokens differs. Of 2 N chunks rank r has an early one, r, and
-// a late one, 2 N - 1 - r. The less the early one has to compute, the more the late one has:
+// Changes from ring_attention.c: only the layout of tokens. Of 2 N chunks rank r has an early one, r, and a
+// late one, 2 N - 1 - r. The less the early one has to compute, the more the late one has (N = 4, eight
+// chunks of queries and keys; the digit is the rank that computes):
 //
-//                     contiguous                zig-zag                   (N = 4, eight chunks of queries
-//                     keys 0 … 7                keys 0 … 7                and keys; the digit is the rank
-//     queries 0       0                         0                         that computes)
+//                     contiguous, keys 0 … 7    zig-zag, keys 0 … 7
+//     queries 0       0                         0
 //             1       0 0                       1 1
 //             2       1 1 1                     2 2 2
 //             3       1 1 1 1                   3 3 3 3
@@ -18,7 +18,6 @@
 // Score entries of a head, with m = s / N tokens on a rank: contiguous (r + 1/2) m^2 + m / 2 on rank r,
 // zig-zag N m^2 / 2 + m / 2 on every rank. After hop 0 the slowest rank of a hop computes m^2 / 2, not m^2:
 // in all, 2 - 1/N times faster.
-//
 // Bytes sent and memory per rank: as ring_attention.c.
 // Run: build/04_context_parallel/zigzag_ring_attention   (--ranks 8, --dp 2 --zero 3, --machine dgx-a100 …)
 // Last line: PASS zigzag_ring_attention: balanced ranks reproduce the single-device step …

@@ -1,9 +1,9 @@
 // dualpipe_v.c: DualPipe folded in the middle: one direction and one copy of the weights. Playbook: "Zero
 // Bubble and DualPipe"; DeepSeek's DualPipeV, after Sea AI Lab's "cut in half".
 //
-// Against dualpipe.c: there a rank and its mirror do the same with the directions swapped. So one of each
-// pair of ranks is enough: what was sent to the mirrored half now turns on the last rank. Rank r has stages
-// r and 2p - 1 - r, as in zero_bubble_v.c, and the list of rank r of DualPipe on 2p ranks; the second
+// Changes from dualpipe.c: there a rank and its mirror do the same with the directions swapped. So one of
+// each pair of ranks is enough: what was sent to the mirrored half now turns on the last rank. Rank r has
+// stages r and 2p - 1 - r, as in zero_bubble_v.c, and the list of rank r of DualPipe on 2p ranks; the second
 // direction there is the way back up here (small letters):
 //
 //     rank 0  |F0F1F2F3F4F5F6f0b0w0f1b1w1f2b2w2f3F7+d3-......f4+D0-d4--..f5
@@ -16,9 +16,8 @@
 //            …|+D2-d4--..f7+D3-d5--D4--..d6--B5..b7B6W5B7w7W6W7
 //            …|+d3-f7+D3-d4--D4--..d5--D5--..b6B6..b7B7w6W6w7W7
 //
-// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact for
-// F = B >= W, m >= 2p, as there. Fewer micro-batches are left out of the lists as there.
-// Held: p + 1/2 micro-batches of two stages, weights once. Messages: as with ZB-V.
+// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact for F = B >= W
+// and m >= 2p. Held: p + 1/2 micro-batches of two stages, weights once. Messages: as with ZB-V.
 // Run: build/05_pipeline_parallel/dualpipe_v
 //      build/05_pipeline_parallel/schedule --schedule dualpipe_v --stages 4 --micro-batches 8
 // Last line: PASS dualpipe_v: stages on several ranks reproduce the single-device step …

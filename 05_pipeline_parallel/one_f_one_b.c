@@ -1,8 +1,8 @@
 // one_f_one_b.c: one forward, one backward: each backward runs as early as it can. Playbook:
 // "One-forward-one-backward and LLama 3.1 schemes".
 //
-// Against afab.c: on rank r forwards run a = p - 1 - r micro-batches ahead of backwards, one for each rank
-// after it, and no further.
+// Changes from afab.c: on rank r forwards run a = p - 1 - r micro-batches ahead of backwards, one for each
+// rank after it, and no further.
 //
 //     rank r, for i = -a … m - 1:  F(i + a)  BW(i)        each only if there is such a micro-batch
 //
@@ -14,17 +14,16 @@
 //     rank 3  |............F0--D0------F1--D1------F2--D2------F3--D3------........................
 //
 // Bubble: AFAB's, (p - 1) (F + B + W), for every m: the first backward begins earlier, but the last one ends
-// no sooner.
-// Activations held on rank r: min(p - r, m) micro-batches instead of m.
-// With `split` B and W are two passes, one right after the other. B's gradient leaves before W begins, and so
-// reaches rank 0 sooner: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
-// Messages: as many as AFAB's. But each rank now works in step with its neighbours, and waits for a round
-// trip of messages in every turn: if messages are slow, 1F1B is slower than AFAB.
+// no sooner. Activations held on rank r: min(p - r, m) micro-batches instead of m. Messages: as many as
+// AFAB's, but in every turn a rank waits for a round trip to its neighbours: if messages are slow, 1F1B is
+// slower than AFAB.
 // Run: build/05_pipeline_parallel/one_f_one_b
 //      build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 4  (--split)
 // Last line: PASS one_f_one_b: stages on several ranks reproduce the single-device step …
 #include "schedule.h"
 
+// With `split` B and W are two passes, one right after the other. B's gradient leaves before W begins, and so
+// reaches rank 0 sooner: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
 Schedule schedule_one_f_one_b(int p, int m, bool split) {
     Schedule s = schedule_new(split ? "one_f_one_b_split" : "one_f_one_b", p, m, p, 1);
     for (int r = 0; r < p; r++) {

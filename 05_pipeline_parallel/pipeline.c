@@ -1,8 +1,8 @@
 // pipeline.c: runs any verified schedule on the model's stages. Playbook: "Pipeline Parallelism".
 //
-// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before
-// the first one and the head after the last, and walks its list in the schedule. Activations go to the
-// rank of the next stage, gradients to that of the stage before:
+// Changes from 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before
+// the first one and the head after the last, and walks its list in the schedule. Activations go to the rank
+// of the next stage, gradients to that of the stage before:
 //
 //     for each action of my list
 //         start the receives of what others send before it ends             (in flight while it computes)
@@ -14,11 +14,9 @@
 // and each rank starts its own messages in this order. Take the first message that has not ended. Everything
 // that its sender and receiver wait for before they start it has ended, so both start it, and it ends.
 //
-// Sums do not depend on the schedule if, as in this chapter's, W runs in the order of micro-batches on every
-// stage: losses, gradients and the step are those of one device to the last bit. Only where gradients of two
-// copies of a weight are summed (tied embeddings, DualPipe), that sum has another order.
-//
-// Sent per rank and micro-batch: n h elements for each stage whose neighbour is on another rank, each way.
+// With this chapter's schedules, where W runs in the order of micro-batches on every stage, no bit differs
+// from one device, except where gradients of two copies of a weight are summed (tied embeddings, DualPipe).
+// Bytes sent per rank and micro-batch: n h elements each way for each stage with a neighbour on another rank.
 // Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
 // that the schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"

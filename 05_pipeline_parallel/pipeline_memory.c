@@ -1,7 +1,7 @@
 // pipeline_memory.c: the bytes of activations that a schedule holds at once, as a closed form. Playbook:
 // "Pipeline Parallelism".
 //
-// Against 00_single_gpu: instead of one micro-batch's activations, those of all that the schedule has in
+// Changes from 00_single_gpu: instead of one micro-batch's activations, those of all that the schedule has in
 // flight on this rank wait for their backward. From F to its B a stage of l layers keeps l blocks (and the
 // last stage the head); from B to W it keeps what W multiplies, which is less. Besides, a micro-batch keeps
 // its tokens, and a message its (n, h). So

@@ -1,8 +1,8 @@
 // schedule.c: which rank does what, in which order: any pipeline's schedule as data. Playbook: "Pipeline
 // Parallelism".
 //
-// Against 00_single_gpu: nothing is trained here. A step of m micro-batches over the stages of a model is
-// split into passes F, B and W of one stage and one micro-batch (schedule.h), and a schedule is a list of
+// Changes from 00_single_gpu: nothing is trained here. A step of m micro-batches over the stages of a model
+// is split into passes F, B and W of one stage and one micro-batch (schedule.h), and a schedule is a list of
 // them for each rank. Everything else follows from the lists: schedule_verify.c finds out whether they can
 // run, and what each rank holds and sends; schedule_clock.c how long they take; schedule_picture.c draws
 // them. The same lists drive the real training.
@@ -241,21 +241,21 @@ int main(int argc, char **argv) {
     const char *svg = NULL, *file = NULL, *json = NULL;
     Option table[] = {
         {"schedule", OPTION_CHOICE, &kind, NULL, 0, 0, SCHEDULE_NAMES,
-         "which; without it, the table of all", false},
-        {"stages", OPTION_INT, &stages, "4", 1, RANKS_MOST, "ranks", "of the pipeline, p", false},
-        {"micro-batches", OPTION_INT, &micro_batches, "8", 1, 1024, "", "of a step, m", false},
-        {"chunks", OPTION_INT, &chunks, "2", 1, 16, "stages", "stages on each rank, v, with interleaved",
+         "the schedule to show; without it, a table of all", false},
+        {"stages", OPTION_INT, &stages, "4", 1, RANKS_MOST, "ranks", "length of the pipeline, p", false},
+        {"micro-batches", OPTION_INT, &micro_batches, "8", 1, 1024, "", "micro-batches per step, m", false},
+        {"chunks", OPTION_INT, &chunks, "2", 1, 16, "stages", "stages per rank, v, with interleaved",
          false},
         {"group", OPTION_INT, &group, "0", 0, 1024, "micro-batches",
-         "before interleaved takes the next chunk: --stages is depth-first, --micro-batches breadth-first; "
-         "0: --stages",
+         "how many go through a chunk before interleaved takes the next one: as many as --stages is "
+         "depth-first, as --micro-batches breadth-first; 0: as --stages",
          false},
         {"split", OPTION_FLAG, &split, NULL, 0, 0, "", "one_f_one_b with B and W in place of BW", false},
         {"memory-limit", OPTION_INT, &limit, "0", 0, 4096, "micro-batches",
-         "held by a rank of zb_auto; 0: --stages", false},
-        {"forward", OPTION_REAL, &d.F, "10", 0, 1e9, "", "time of F, of 1/p of the model", false},
-        {"backward", OPTION_REAL, &d.B, "12", 0, 1e9, "", "time of B, for the inputs only", false},
-        {"weight", OPTION_REAL, &d.W, "8", 0, 1e9, "", "time of W", false},
+         "the most that a rank of zb_auto may hold; 0: as many as --stages", false},
+        {"forward", OPTION_REAL, &d.F, "10", 0, 1e9, "", "time of F on 1/p of the model", false},
+        {"backward", OPTION_REAL, &d.B, "12", 0, 1e9, "", "time of B, backward for the inputs", false},
+        {"weight", OPTION_REAL, &d.W, "8", 0, 1e9, "", "time of W, backward for the weights", false},
         {"pair", OPTION_REAL, &d.pair, "0", 0, 1e9, "", "time of an overlapped F+BW; 0: F + B + W", false},
         {"hop", OPTION_REAL, &d.hop, "0", 0, 1e9, "", "time of a message between ranks", false},
         {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "write the picture", false},

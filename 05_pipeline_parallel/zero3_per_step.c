@@ -1,16 +1,16 @@
-// zero3_per_step.c: ZeRO-3 under a pipeline: weights are gathered once per step. Playbook: "5D parallelism
-// in a nutshell", where ZeRO-3 with a pipeline should keep weights over the micro-batches of a step.
+// zero3_per_step.c: ZeRO-3 under a pipeline: weights are gathered once per step. Playbook: "5D parallelism in
+// a nutshell", where ZeRO-3 with a pipeline should keep weights over the micro-batches of a step.
 //
-// Against zero3.c: in a step a rank's layers are used by m micro-batches. A gather for every pass would send
-// a stage's weights 2 m times, and m is large to keep the bubble small. So a stage's weights are gathered
-// before its first F and stay until its last W; its gradients are accumulated whole, and reduced once, after
-// the W that makes them final:
+// Changes from zero3.c: in a step a rank's layers are used by m micro-batches. A gather for every pass would
+// send a stage's weights 2 m times, and m is large to keep the bubble small. So a stage's weights are
+// gathered before its first F and stay until its last W; its gradients are accumulated whole, and reduced
+// once, after the W that makes them final:
 //
 //     compute    F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 W0 … B6 W3 W4 W5 W6
 //     network    all-gather of the units, in order …         rs rs rs    rs: reduce-scatter, unit by unit
 //
-// Between steps a rank holds what it holds with zero3.c. Sums run over micro-batches and then over ranks,
-// as with ZeRO-1.
+// Between steps a rank holds what it holds with zero3.c. Sums run over micro-batches and then over ranks, as
+// with ZeRO-1.
 //
 // Bytes sent per rank and step, whatever m is: (N - 1) / N (g Psi + e Psi), where Psi is the number of
 // parameters in its stages, with e bytes per weight, g per gradient and k of optimizer state; with zero3.c

@@ -1,9 +1,9 @@
 // zero_bubble.c: W waits until there is nothing better to do: ZB-H1 and ZB-H2. Playbook: "Zero Bubble and
 // DualPipe"; Qi, Wan, Huang, Lin 2023, section 2.
 //
-// Against one_f_one_b.c: backward is two passes. Other ranks wait only for B; W may run any time before the
-// optimizer step. The later a rank, the fewer forwards it has in flight, and the longer it delays W. Level 1,
-// ZB-H1, is as far ahead as 1F1B, and every rank now needs 1F1B's largest memory (drawn for F = B = W = 1).
+// Changes from one_f_one_b.c: backward is two passes. Other ranks wait only for B; W may run any time before
+// the optimizer step. The later a rank, the fewer forwards it has in flight, and the longer it delays W.
+// Level 1, ZB-H1, is as far ahead as 1F1B, and every rank now needs 1F1B's largest memory (F = B = W below).
 // Level 2, ZB-H2, is twice as far ahead: no rank waits for its first B, and Ws at the end balance the start.
 //
 //     rank r:  a = level (p - 1 - r) forwards ahead,  d = level r weight passes behind

@@ -1,16 +1,15 @@
 // zero_bubble_auto.c: a greedy scheduler for given times of F, B, W and a hop. Playbook: "Zero Bubble and
 // DualPipe"; Qi, Wan, Huang, Lin 2023, section 3.
 //
-// ZB-H1 and ZB-H2 are made for F = B = W, no hop, and two sizes of memory. Here the ranks are simulated on a
-// clock, and a rank that is free chooses its next pass by the inputs that have arrived:
+// Changes from zero_bubble.c, whose schedules are made for F = B = W, no hop, and two sizes of memory: here
+// ranks are simulated on a clock, and one that is free chooses its next pass by the inputs that have arrived:
 //
 //     inputs of B and F:  the two in turn       F never above the memory limit
 //     no input:           W, if one is left that ends before the next input is known to come, or soon after;
 //                         otherwise the rank waits for that input
 //     memory is full:     W, which makes room
 //
-// Which heuristics are best depends on the times: several are tried, and the shortest step is kept. With p =
-// 4, m = 7 and a limit of 5, between ZB-H1 and ZB-H2:
+// Several heuristics are tried, and the shortest step is kept; for p = 4, m = 7 and a limit of 5:
 //
 //     rank 0  |F0-F1-F2-F3-F4-......B0-W0-F5-B1-W1-F6-B2-W2-B3-W3-B4-W4-B5-W5-B6-W6-...
 //     rank 1  |...F0-F1-F2-F3-F4-B0-W0-B1-W1-F5-B2-W2-F6-B3-W3-B4-W4-B5-W5-B6-W6-......
@@ -18,13 +17,7 @@
 //     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-W0-B4-F5-W1-B5-F6-B6-W2-W3-W4-W5-W6-
 //
 // Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 if they
-// fit, and less with memory in between (limits of 4, 5, 6: 42, 34, 30 with the usual times). A lower bound
-// for any order: the last rank waits for p - 1 forwards and hops; rank 0 waits for its first gradient until
-// p F + (p - 1) B + 2 (p - 1) hops are over, and has no more than `limit` Fs to run before it:
-//
-//     bubble  >=  max((p - 1) (F + hop),  (p - 1) (F + B + 2 hop) - (limit - 1) F)
-//
-// In training every pass counts as 1 and the limit is p (pipeline_wish); `schedule` takes other times.
+// fit, and less with memory in between (limits of 4, 5, 6: 42, 34, 30 with the usual times).
 // Run: build/05_pipeline_parallel/zero_bubble_auto
 //      build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
 // Last line: PASS zero_bubble_auto: stages on several ranks reproduce the single-device step …
@@ -139,7 +132,13 @@ static void keep_better(Best *best, Schedule s, Durations d) {
 }
 
 // ZB-H1 and ZB-H2 compete as well, if memory has room for them. Of equally short steps the one with the
-// shortest period is kept.
+// shortest period is kept. A lower bound for any order: the last rank waits for p - 1 forwards and hops; rank
+// 0 waits for its first gradient until p F + (p - 1) B + 2 (p - 1) hops are over, and has no more than
+// `limit` Fs to run before it:
+//
+//     bubble  >=  max((p - 1) (F + hop),  (p - 1) (F + B + 2 hop) - (limit - 1) F)
+//
+// In training every pass counts as 1 and the limit is p (pipeline_wish); `schedule` takes other times.
 Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
     static const double lateness[] = {0, 0.25, 0.5, 0.75, 1};
     const int lead[] = {0, p / 2, p};

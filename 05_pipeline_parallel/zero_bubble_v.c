@@ -1,9 +1,9 @@
 // zero_bubble_v.c: ZB-V: two stages per rank, placed in a V: rank 0 has the first and the last. Playbook:
-// "Zero Bubble and DualPipe"; Qi, Wan, Huang, Lin 2023 (arXiv 2401.10241); Qi, Wan, Amar, Lin 2024,
-// "Pipeline Parallelism with Controllable Memory", whose V-ZB is of this kind.
+// "Zero Bubble and DualPipe"; Qi, Wan, Huang, Lin 2023 (arXiv 2401.10241); Qi, Wan, Amar, Lin 2024, "Pipeline
+// Parallelism with Controllable Memory", whose V-ZB is of this kind.
 //
-// Against zero_bubble.c: rank r has stages r (its "down" chunk) and 2p - 1 - r ("up"). A micro-batch goes
-// down the ranks, turns on the last one without a message, and comes back up to rank 0, which computes
+// Changes from zero_bubble.c: rank r has stages r (its "down" chunk) and 2p - 1 - r ("up"). A micro-batch
+// goes down the ranks, turns on the last one without a message, and comes back up to rank 0, which computes
 // the loss and begins the backward at once. So every rank holds equally much, p micro-batches, where ZB-H2
 // needs 2p - 1 (small letters: "up"):
 //
@@ -14,8 +14,8 @@
 //
 // Bubble: (p - 1) B / 2, of a period (p - 1) (B - W), for m >= 2p - 1 and W <= F <= B <= min(3F / 2, 2W):
 // zero only if F = B = W, and only for a period. The comment on schedule_zero_bubble_v says why.
-// Held from F to W, in micro-batches of two stages: p; for m < 2p - 1 min(m, p, (m + 1 + r) / 2).
-// Messages: twice 1F1B's, but none at the turn.
+// Held from F to W, in micro-batches of two stages: p; for m < 2p - 1 min(m, p, (m + 1 + r) / 2). Messages:
+// twice 1F1B's, but none at the turn.
 // Run: build/05_pipeline_parallel/zero_bubble_v
 //      build/05_pipeline_parallel/schedule --schedule zb_v --stages 4 --micro-batches 7
 // Last line: PASS zero_bubble_v: stages on several ranks reproduce the single-device step …

@@ -1,21 +1,19 @@
 // expert_parallel.c: experts are on different ranks; tokens are sent to them and back. Playbook: "Expert
 // parallelism"; GShard (Lepikhin et al. 2020).
 //
-// Against moe.c: each of the ep ranks holds e / ep of the experts. These ranks are neighbours in
+// Changes from moe.c: each of the ep ranks holds e / ep of the experts. These ranks are neighbours in
 // dp x cp x tp (--tp with --sp): each has its own tokens, and routes them itself. Its rows are sorted by
 // expert, and therefore by the rank that holds the expert. Ranks first exchange the counts of rows; then one
-// all-to-all sends the rows:
+// all-to-all sends the rows, and a second one brings the experts' outputs back:
 //
 //     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
 //     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
 //              to rank 0 ^       ^ to rank 1
 //
-// A second all-to-all brings the experts' outputs back. Backward sends the gradients of outputs to the
-// experts, and the gradients of inputs back. An expert's gradient already covers the tokens of all ep ranks,
-// so it is summed only over the expert's dp cp tp / ep copies; every other gradient is summed over all of dp
-// x cp (with --sp, over tp as well where its ranks store the weight whole). None is divided: the loss
-// already is, by the number of labels on all ranks.
-//
+// Backward sends the gradients of outputs to the experts, and those of inputs back. An expert's gradient
+// already covers the tokens of all ep ranks, so it is summed only over the expert's dp cp tp / ep copies;
+// every other gradient is summed over all of dp x cp (with --sp, over tp as well where its ranks store the
+// weight whole). None is divided: the loss already is, by the number of labels on all ranks.
 // Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, and h elements for each
 // row that goes to another rank or came from one; backward the same, without counts.
 // Memory per rank: 1 / ep of the experts; input, gate, up and act of the rows that arrive, and the experts'

@@ -1,7 +1,7 @@
 // load_balance.c: three ways to keep experts evenly busy. Playbook: "Expert parallelism"; GShard, Switch
 // (Fedus et al. 2021), ST-MoE (Zoph et al. 2022), DeepSeek-V3 (2024).
 //
-// Against moe.c, whose router learns from the loss alone and may send most tokens to a few experts:
+// Changes from moe.c, whose router learns from the loss alone and may send most tokens to a few experts:
 //
 //     --aux-loss A      adds A (sum over experts i of f_i P_i) to the loss, for each block and sequence (as
 //                       in DeepSeek-V3; Switch takes a batch): f_i is e times the share of the sequence's
@@ -12,11 +12,10 @@
 //                       experts are chosen; after a step it goes up by U if the expert got fewer tokens than
 //                       the mean, and down by U if it got more. It adds no loss and has no gradient
 //
-// The auxiliary loss is taken for each sequence; the loss that is printed is the cross-entropy without
-// either. Both are means over all sequences of the global batch, so accumulation, data and expert
-// parallelism do not change them. The bias counts the tokens of all ranks, once for each micro-batch, even
-// where recomputation routes twice. It is not a weight: checkpoints do not hold it.
-//
+// Both losses are means over all sequences of the global batch, so accumulation, data and expert parallelism
+// do not change them; the loss that is printed is the cross-entropy without them. The bias counts the tokens
+// of all ranks, once for each micro-batch, even where recomputation routes twice; it is no weight, and
+// checkpoints do not hold it.
 // Bytes sent per step: an all-reduce of L e counts in f64. Memory per rank: L e biases.
 // Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)
 // Last line: PASS load_balance: experts are balanced over ranks as on one device …

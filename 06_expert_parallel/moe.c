@@ -1,8 +1,8 @@
 // moe.c: a mixture of experts on one device. Playbook: "Expert parallelism"; Shazeer et al. 2017, Mixtral
 // (Jiang et al. 2024), DeepSeek-V3 (2024).
 //
-// Against 00_single_gpu: in place of one MLP a block has e of them, the experts, and a router, which sends
-// each token to k of them:
+// Changes from 00_single_gpu: in place of one MLP a block has e of them, the experts, and a router, which
+// sends each token to k of them:
 //
 //     y = sum over the k chosen of weight_j expert_j(x)  (+ shared(x)),     weight = route(Wrouter x)
 //

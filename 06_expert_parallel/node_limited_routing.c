@@ -1,9 +1,9 @@
 // node_limited_routing.c: each token goes to few nodes, and is sent to each of them once. Playbook: "Expert
 // parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
 //
-// Against expert_parallel.c, where a token crosses the network once for each of its experts in another node:
-// the ep ranks are N nodes of K. The router keeps a token's M best nodes, by the two best experts of each,
-// and chooses the k experts from them (--expert-groups N --groups-kept M). Two hops bring it there:
+// Changes from expert_parallel.c, where a token crosses the network once for each of its experts in another
+// node: the ep ranks are N nodes of K. The router keeps a token's M best nodes, by the two best experts of
+// each, and chooses the k experts from them (--expert-groups N --groups-kept M). Two hops bring it there:
 //
 //                   node 0          node 1
 //                   rank 0  1       rank 2        3           a token of rank 0, experts on ranks 2 and 3
@@ -14,13 +14,12 @@
 //     across        y <------------ w2 E2(x) + w3 E3(x)       summed before it crosses
 //
 // The first hop treats a node as expert_parallel.c treats an expert, with a weight of 1; the second routes
-// the tokens that arrived as if they were this rank's own. The weights are therefore sent with the tokens,
-// and their gradients sent back. Backward takes the same hops in reverse order.
-//
-// Bytes sent across: 4 hidden states (there and back, in both passes) for each token and each other node
-// that it goes to, min(M, N - 1) at most, where plain dispatch sends 4 for each expert there. With 8 experts
-// in 4 nodes, as in DeepSeek-V3, that is about half. The exact formula is above price().
-// Memory per rank: as expert_parallel.c, and the row indices of both hops.
+// the tokens that arrived as if they were this rank's own. So a token's weights travel with it, and their
+// gradients come back. Backward takes the same hops in reverse order.
+// Bytes sent across: 4 hidden states (there and back, in both passes) for each token and each other node that
+// it goes to, at most min(M, N - 1), where plain dispatch sends 4 for each expert there: about twice as many
+// with DeepSeek-V3's 8 experts in 4 nodes. The exact formula is above price(). Memory per rank: as
+// expert_parallel.c, and the row indices of both hops.
 // Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
 // Last line: PASS node_limited_routing: tokens sent in two hops reproduce the single-device step …
 #include <stdlib.h>

@@ -1,7 +1,8 @@
 // coarsening.cu: a thread that computes more elements reads less for each. Playbook: "Thread Coarsening".
 //
-// Against tiling.cu, where each multiply-add needs two words from shared memory and waits for them: a thread
-// computes TM x TN elements of C in registers. It loads TM words of A and TN of B for TM TN multiply-adds:
+// Changes from tiling.cu, where each multiply-add needs two words from shared memory and waits for them: a
+// thread computes TM x TN elements of C in registers. It loads TM words of A and TN of B for TM TN
+// multiply-adds:
 //
 //                    B  b0 b1 b2 b3         loads for one multiply-add
 //                a0     c  c  c  c          1 x 1       2

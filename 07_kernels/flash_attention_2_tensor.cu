@@ -1,9 +1,9 @@
 // flash_attention_2_tensor.cu: FlashAttention-2 on tensor cores, forward, in bf16 and fp16 with f32 sums.
 // Playbook: "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 1 and section 3.3.
 //
-// Against flash_attention_2.cu: the loops and the running softmax stay; both products use mma. A block of 4
-// warps has 128 queries, and takes 64 keys at a time. A warp has 32 of the queries, in two fragments of 16
-// rows. A lane's part of the first product's result is also its part of the second's left operand:
+// Changes from flash_attention_2.cu: the loops and the running softmax stay; both products use mma. A block
+// of 4 warps has 128 queries, and takes 64 keys at a time. A warp has 32 of the queries, in two fragments of
+// 16 rows. A lane's part of the first product's result is also its part of the second's left operand:
 //
 //     S = Q K'   d[0], d[1]  row l / 4       keys 8 j + 2 (l % 4), + 1      j: 8 fragments of 16 x 8
 //                d[2], d[3]  row l / 4 + 8

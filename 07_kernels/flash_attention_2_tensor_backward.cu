@@ -1,9 +1,9 @@
 // flash_attention_2_tensor_backward.cu: the gradients of FlashAttention-2 on tensor cores, in bf16 and fp16
 // with f32 sums. Playbook: "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 2.
 //
-// Against flash_attention_2_backward.cu: tickets, turns and the order of sums stay; the five products use
-// mma. A block of 8 warps has 128 keys, 16 a warp, and takes 64 queries at a time. Scores are computed with
-// keys as rows: the fragments of S' and dP' are then left operands of the sums over queries:
+// Changes from flash_attention_2_backward.cu: tickets, turns and the order of sums stay; the five products
+// use mma. A block of 8 warps has 128 keys, 16 a warp, and takes 64 queries at a time. Scores are computed
+// with keys as rows: the fragments of S' and dP' are then left operands of the sums over queries:
 //
 //     S'  = K Q'     P'  = 2^(c S' - log2e lse)      dV += P' dO      P', dS' in 16 bits, from registers
 //     dP' = V dO'    dS' = P' (dP' - delta)          dK += dS' Q

@@ -1,7 +1,7 @@
 // flash_attention_3.cu: FlashAttention-3, forward, in bf16 and fp16 with f32 sums, using TMA and wgmma
 // (H100). Playbook: "Flash Attention 1-3"; Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.
 //
-// Against flash_attention_2_tensor.cu: the same bytes, products and softmax, but overlapped. A block has
+// Changes from flash_attention_2_tensor.cu: the same bytes, products and softmax, but overlapped. A block has
 // three warpgroups. The producer, one thread of a warpgroup that gives its registers to the others, requests
 // tiles of 128 keys (TMA), which land in a ring of four: K, V, K, V. Two consumers of 64 queries each
 // multiply with wgmma: Q, K and V come from shared memory, P from registers, where softmax left it.

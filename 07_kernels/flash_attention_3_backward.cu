@@ -1,9 +1,9 @@
 // flash_attention_3_backward.cu: the gradients of FlashAttention-3, in bf16 and fp16 with f32 sums, by TMA
 // and wgmma (H100). Playbook: "Flash Attention 1-3"; Shah et al., "FlashAttention-3", 2024, appendix B.1.
 //
-// Against flash_attention_2_tensor_backward.cu: the same five products, tickets, turns and order of sums.
-// A block has 128 keys, and each of two consumer warpgroups 64 of them; it takes 64 queries at a time, or
-// 128 where heads are of 64. Scores are computed with keys as rows:
+// Changes from flash_attention_2_tensor_backward.cu: the same five products, tickets, turns and order of
+// sums. A block has 128 keys, and each of two consumer warpgroups 64 of them; it takes 64 queries at a time,
+// or 128 where heads are of 64. Scores are computed with keys as rows:
 //
 //     S'  = K Q'     P'  = 2^(c S' - log2e lse)      dV += P' dO      P', dS' in 16 bits, from registers
 //     dP' = V dO'    dS' = P' (dP' - delta)          dK += dS' Q

@@ -1,12 +1,13 @@
 // hopper.cu: a matrix multiply with the instructions of an H100, in bf16 and fp16 with f32 sums. Playbook:
 // "Diving in the GPUs"; the instructions are those of cuda/instructions_hopper.h.
 //
-// Against tensor_cores.cu: threads neither copy nor load fragments. One thread requests a whole tile (TMA),
-// which arrives swizzled; a warpgroup multiplies 64 x 16 of A by 16 x 256 of B in one instruction (wgmma),
-// which reads both from shared memory. A block has 128 x 256 of C, a warpgroup 64 of its rows, and takes
-// steps of 64. For a step, TMA writes 384 rows of 128 bytes; each of the 4 wgmma of each of 2 warpgroups
-// reads 2 kB of A and 8 kB of B, once for its four warps. That is 1024 passes of shared memory beside 2^22
-// FLOPs, which take an H100 1024 clocks; with mma, where each warp reads its own B, it would be 1408 passes.
+// Changes from tensor_cores.cu: threads neither copy nor load fragments. One thread requests a whole tile
+// (TMA), which arrives swizzled; a warpgroup multiplies 64 x 16 of A by 16 x 256 of B in one instruction
+// (wgmma), which reads both from shared memory. A block has 128 x 256 of C, a warpgroup 64 of its rows, and
+// takes steps of 64. For a step, TMA writes 384 rows of 128 bytes; each of the 4 wgmma of each of 2
+// warpgroups reads 2 kB of A and 8 kB of B, once for its four warps. That is 1024 passes of shared memory
+// beside 2^22 FLOPs, which take an H100 1024 clocks; with mma, where each warp reads its own B, it would be
+// 1408 passes.
 //
 // A tile is complete when its mbarrier has counted its bytes. In a plain ring of stages all warps wait for
 // one another at each step. The next version has roles instead: a producer, one thread of a warpgroup that

@@ -1,8 +1,8 @@
 // hopper_fp8.cu: a multiply of 8-bit codes, C = A B^T, with block scales as in DeepSeek-V3's training, with
 // the instructions of an H100. Playbook: "FP8 pretraining"; DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
 //
-// Against hopper.cu: wgmma takes 32 of k at once, at twice the FLOPs a clock. It reads 8-bit operands only
-// with k along rows, so B is (n, k); a step is 128 of k, a row of a tile. The tensor cores keep about 14
+// Changes from hopper.cu: wgmma takes 32 of k at once, at twice the FLOPs a clock. It reads 8-bit operands
+// only with k along rows, so B is (n, k); a step is 128 of k, a row of a tile. The tensor cores keep about 14
 // bits of a sum of 8-bit products, and lose what is small beside the sum:
 //
 //     limited     a sum over all of k in the tensor cores

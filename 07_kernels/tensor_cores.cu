@@ -1,7 +1,7 @@
 // tensor_cores.cu: a matrix multiply on tensor cores, in bf16 and fp16 with f32 sums. Playbook: "Diving in
 // the GPUs"; the instructions are those of cuda/instructions.h.
 //
-// Against coarsening.cu: a warp has 64 x 64 elements of C in fragments, and multiplies 16 x 16 of A by
+// Changes from coarsening.cu: a warp has 64 x 64 elements of C in fragments, and multiplies 16 x 16 of A by
 // 16 x 8 of B in one instruction, mma. A block of 8 warps has 128 x 256 of C, and takes steps of 32:
 //
 //     memory -> shared        cp.async: 16 bytes a thread, not through registers

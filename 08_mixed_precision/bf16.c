@@ -1,8 +1,8 @@
 // bf16.c: training in bfloat16, and what must stay wider. Playbook: "FP16 and BF16 training"; Micikevicius
 // et al. 2018, Gupta et al. 2015.
 //
-// Against 00_single_gpu, whose --dtype bf16 has f32 masters and f32 sums: here each of them is a switch, to
-// show what goes wrong without it.
+// Changes from 00_single_gpu, whose --dtype bf16 has f32 masters and f32 sums: here each of them is a switch,
+// to show what goes wrong without it.
 //
 //     --master f32            AdamW updates f32 master weights; the model multiplies with a bf16 copy of them
 //     --master none           AdamW updates the bf16 weights themselves: an update of less than half the
@@ -16,10 +16,6 @@
 //
 // The gain of an RMSNorm begins at 1, where bf16's numbers are 2^-8 apart below and 2^-7 above. With --lr
 // 0.001 AdamW's update is about 0.001, a quarter of 2^-8: without a master the gain never moves.
-//
-// The random number of an element is a function of the seed, the weight's name, the element's index in the
-// whole weight and the step: all layouts round alike, and a resumed run needs no generator state.
-//
 // Memory per parameter: 20 bytes: weight 2, master 4, gradient 2 and its sum 4, AdamW's moments 4 + 4; 18
 // with --gradient f32. Bytes sent: gradients in the dtype of sums, so no more with --gradient f32.
 // Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
@@ -41,7 +37,9 @@ static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
     op_copy(wide, stored);
 }
 
-// Rounds weights at random, all else to nearest.
+// Rounds weights at random, all else to nearest. The random number of an element is a function of the seed,
+// the weight's name, the element's index in the whole weight and the step: all layouts round alike, and a
+// resumed run needs no generator state.
 static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
     (void)context;
     const Param *p = part.param;

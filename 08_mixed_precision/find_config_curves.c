@@ -5,6 +5,7 @@
 //     tp        the batch grows with the degree; beyond 8 its collectives leave the node
 //     pp        32 micro-batches at every degree: the bubble grows, messages are hidden
 //     ZeRO-3    one sequence on each GPU: gathers take equally long at any degree, but for latency per rank
+//     dp        the same with a model that fits whole: the all-reduce, and as much memory at any degree
 //
 // Bytes sent: none, these are dry runs. This file has no main: find_config.c shows it.
 #include <math.h>
@@ -16,13 +17,15 @@
 
 // ---- curves ----
 
-enum { POINTS = 8, CURVES = 3 };
+enum { POINTS = 8 };
+enum { CURVE_TP, CURVE_PP, CURVE_ZERO3, CURVE_DP, CURVES };
 
 typedef struct Curve {
     const char *name, *shape;  // how it differs from Llama 3 8B
     int points;
     int degree[POINTS];
     double tokens[POINTS];  // a second and GPU
+    double bytes[POINTS];   // at the peak of a GPU's memory
 } Curve;
 
 static Found point_of(int curve, int degree) {
@@ -35,13 +38,14 @@ static Found point_of(int curve, int degree) {
                .chunks = 1,
                .micro_batch = 1,
                .micro_batches = 1};
-    if (curve == 0) f.tp = degree, f.sp = degree > 1, f.micro_batch = degree, f.micro_batches = 2;
-    if (curve == 1) f.pp = degree, f.micro_batches = 32;
-    if (curve == 2) f.dp = degree, f.zero = 3;
+    if (curve == CURVE_TP) f.tp = degree, f.sp = degree > 1, f.micro_batch = degree, f.micro_batches = 2;
+    if (curve == CURVE_PP) f.pp = degree, f.micro_batches = 32;
+    if (curve == CURVE_ZERO3) f.dp = degree, f.zero = 3;
+    if (curve == CURVE_DP) f.dp = degree;
     return f;
 }
 
-static double throughput(const Curve *curve, int which, int degree) {
+static double throughput(const Curve *curve, int which, int degree, double *bytes) {
     char *text = format_text("%s seq=4096 dtype=bf16 optimizer=adamw", curve->shape);
     Goal goal = {.model = config_of_model("llama-3-8b", text)};
     free(text);
@@ -50,12 +54,13 @@ static double throughput(const Curve *curve, int which, int degree) {
     LoneParts parts = lone_parts(&c);
     LoneMemory memory;
     LoneTime time = lone_step(&c, &parts, &memory);
+    *bytes = memory.peak;
     double tokens = (double)(f.dp * f.micro_batch * f.micro_batches * c.seq);
     return tokens / time.step / (f.tp * f.pp * f.dp);
 }
 
 static void draw_curves(const char *file, const Curve *curve) {
-    static const char *const color[] = {"#c0392b", "#2471a3", "#1e8449"};
+    static const char *const color[] = {"#c0392b", "#2471a3", "#1e8449", "#b7950b"};
     FILE *out = output_open("--curves", file);
     fprintf(
         out,
@@ -84,17 +89,22 @@ static void draw_curves(const char *file, const Curve *curve) {
 }
 
 void curves(const char *file) {
-    Curve curve[CURVES] = {
-        {"tp", "layers=16 kv-heads=32 vocab=32000", 6, {1, 2, 4, 8, 16, 32}, {0}},
-        {"pp", "layers=64 kv-heads=32 vocab=32000", 6, {2, 4, 8, 16, 32, 64}, {0}},
-        {"ZeRO-3", "", 8, {8, 16, 32, 64, 128, 256, 512, 1024}, {0}}};
+    Curve curve[CURVES] = {{"tp", "layers=16 kv-heads=32 vocab=32000", 6, {1, 2, 4, 8, 16, 32}, {0}, {0}},
+                           {"pp", "layers=64 kv-heads=32 vocab=32000", 6, {2, 4, 8, 16, 32, 64}, {0}, {0}},
+                           {"ZeRO-3", "", 8, {8, 16, 32, 64, 128, 256, 512, 1024}, {0}, {0}},
+                           {"dp",
+                            "layers=16 hidden=2048 heads=16 kv-heads=16 ffn=8192 vocab=131072",
+                            8,
+                            {8, 16, 32, 64, 128, 256, 512, 1024},
+                            {0},
+                            {0}}};
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     comm_stand_for_all(true);
     say("\nTokens a second and GPU by degree (8 GPUs a node):");
     for (int k = 0; k < CURVES; k++) {
         for (int i = 0; i < curve[k].points; i++) {
-            curve[k].tokens[i] = throughput(&curve[k], k, curve[k].degree[i]);
+            curve[k].tokens[i] = throughput(&curve[k], k, curve[k].degree[i], &curve[k].bytes[i]);
             double from_before = i > 0 ? curve[k].tokens[i] / curve[k].tokens[i - 1] - 1 : 0;
             say("  %-7s %5d %9.0f  %+6.1f%%", i ? "" : curve[k].name, curve[k].degree[i],
                 curve[k].tokens[i], 100 * from_before);
@@ -103,18 +113,26 @@ void curves(const char *file) {
             free(name);
         }
     }
-    double tp = 1 - curve[0].tokens[4] / curve[0].tokens[3],
-           inside = 1 - curve[0].tokens[3] / curve[0].tokens[2];
-    double pp = 1 - curve[1].tokens[3] / curve[1].tokens[2];
+    const Curve *tp_curve = &curve[CURVE_TP], *pp_curve = &curve[CURVE_PP], *zero3 = &curve[CURVE_ZERO3],
+                *dp = &curve[CURVE_DP];
+    double tp = 1 - tp_curve->tokens[4] / tp_curve->tokens[3],
+           inside = 1 - tp_curve->tokens[3] / tp_curve->tokens[2];
+    double pp = 1 - pp_curve->tokens[3] / pp_curve->tokens[2];
     say("  from one node to two: tp loses %.0f%% (the playbook's runs: 43%%), pp %.0f%% (14%%)", 100 * tp,
         100 * pp);
     report_that(tp > 1.5 * inside && pp < 0.6 * tp,
                 "where the node ends tp loses %.2f (inside it %.2f), and pp %.2f", tp, inside, pp);
-    double hidden = 1 - curve[2].tokens[5] / curve[2].tokens[0],
-           far = 1 - curve[2].tokens[7] / curve[2].tokens[0];
+    double hidden = 1 - zero3->tokens[5] / zero3->tokens[0], far = 1 - zero3->tokens[7] / zero3->tokens[0];
     say("  ZeRO-3 has lost %.0f%% at 256 GPUs and %.0f%% at 1024 (the playbook: hidden until about 512)",
         100 * hidden, 100 * far);
     report_that(hidden < 0.05 && far > 0.2, "ZeRO-3 loses %.2f at 256 GPUs and %.2f at 1024", hidden, far);
+    double near = 1 - dp->tokens[1] / dp->tokens[0], many = 1 - dp->tokens[6] / dp->tokens[0];
+    say("  dp has lost %.0f%% at 16 GPUs and %.0f%% at 512, and a GPU holds %s at each degree", 100 * near,
+        100 * many, bytes_text(dp->bytes[0]));
+    report_that(near < 0.05 && many > 0.2, "dp loses %.2f at 16 GPUs and %.2f at 512", near, many);
+    for (int i = 1; i < dp->points; i++)
+        report_that(dp->bytes[i] == dp->bytes[0], "a GPU of dp %d holds %.0f B, and of dp %d %.0f",
+                    dp->degree[0], dp->bytes[0], dp->degree[i], dp->bytes[i]);
     comm_stand_for_all(false);
     device_dry_run(was_dry);
     if (file) draw_curves(file, curve);

@@ -20,12 +20,7 @@
 //
 // Rounded to nearest, a weight in bf16 loses every update below half a step, however many there are; rounded
 // stochastically it does not. Beyond the largest number bfloat16 and float16 become infinity; what training
-// stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers.
-//
-// Proof: in the conversions that training uses (tensor/dtype.c), each code of the 8- and 16-bit formats has
-// the value of its fields, and each boundary between two codes is where this file's rounding puts it. (A
-// float64 number reaches them by way of float32: rounded twice, it may be one step off.)
-// Bytes sent: none; one device, no model.
+// stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers. Bytes sent: none.
 // Run: build/08_mixed_precision/formats                (--value 0.1, --svg points.svg)
 // Last line: PASS formats: five formats are what their bits say …
 #include <math.h>
@@ -119,6 +114,10 @@ static double stored(const Format *f, double x) {
 }
 
 // ---- the proof ----
+
+// Of the conversions that training uses (tensor/dtype.c): each code of the 8- and 16-bit formats has the
+// value of its fields, and each boundary between two codes is where this file's rounding puts it. (A float64 number
+// reaches them by way of float32: rounded twice, it may be one step off.)
 
 static bool same(double x, double y) { return isnan(x) ? isnan(y) : x == y && signbit(x) == signbit(y); }
 
@@ -317,9 +316,9 @@ int main(int argc, char **argv) {
     double value;
     const char *svg = NULL, *json = NULL;
     Option table[] = {
-        {"seed", OPTION_INT, &seed, "42", 0, 1e15, "", "of the random numbers of stochastic rounding",
+        {"seed", OPTION_INT, &seed, "42", 0, 1e15, "", "seed of stochastic rounding", false},
+        {"value", OPTION_REAL, &value, "0.1", -1e38, 1e38, "", "number to show as each format stores it",
          false},
-        {"value", OPTION_REAL, &value, "0.1", -1e38, 1e38, "", "to show as each format stores it", false},
         {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "draw the points between 1 and 2", false},
         {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };

@@ -1,17 +1,14 @@
 // fp16.c: training in float16, which takes three tricks. Playbook: "FP16 and BF16 training"; Micikevicius
 // et al. 2018.
 //
-// Against bf16.c: the largest float16 is 65504 and the smallest 2^-24, so training that works in bfloat16
-// breaks here. Each trick is a switch, and fixes one thing:
+// Changes from bf16.c: the largest float16 is 65504 and the smallest 2^-24, so training that works in
+// bfloat16 breaks here. Each trick is a switch, and fixes one thing:
 //
 //     --master f32       the optimizer updates f32 weights: small updates do not vanish, as in bf16.c
 //     --loss-scale       multiplies the loss, and with it every gradient, by a scale; the optimizer divides
 //                        by it. Gradients below 2^-25, which would be zero, are kept
 //     --sum f32          gradients of micro-batches and ranks are summed in f32: a sum may exceed 65504
 //                        (sums within a multiply, of which the paper speaks, are always in f32 here)
-//
-// The moments stay in f32 as well (--moments): in float16 v stays 0 where (1 - beta2) g^2 is below 2^-25
-// (with beta2 = 0.95, for gradients below 2^-10.3), AdamW divides by its root, and training diverges.
 //
 // With --loss-scale dynamic the scale follows the gradients:
 //
@@ -20,8 +17,7 @@
 //
 // An overflow shows in the norm of all gradients, which every rank has, so either all ranks skip the step or
 // none does, and their scales stay equal without a message. Losses and norms are printed without the scale;
-// checkpoints hold it.
-//
+// checkpoints hold it. The moments stay in f32 as well (--moments).
 // Memory per parameter and bytes sent: as bf16.c.
 // Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3, --moments f16 …)
 // Last line: PASS fp16: the ranks reproduce the single-device step, and each trick fixes its own failure …
@@ -47,6 +43,8 @@ static void check(const Config *c) {
           "--moments f16 is of AdamW, and --optimizer sgd has none: leave one of them out");
 }
 
+// With --moments f16 v stays 0 where (1 - beta2) g^2 is below 2^-25 (with beta2 = 0.95, for gradients below
+// 2^-10.3), AdamW divides by its root, and training diverges.
 static void recipe(Recipe *r, const Config *c) {
     if (config_number(c, "master")) r->master = r->weight;
     if (config_number(c, "sum")) r->sum = r->gradient;

@@ -1,8 +1,8 @@
 // fp8.c: training in 8 bits, with six recipes. Playbook: "FP8 pretraining"; Micikevicius et al. 2022, Peng
 // et al. 2023 (FP8-LM), DeepSeek-V3 2024, OCP Microscaling Formats 2023.
 //
-// Against bf16.c: the linears of all blocks multiply 8-bit codes. Their range is so narrow that each tensor,
-// or each tile of it, has a scale, computed from its largest magnitude, amax:
+// Changes from bf16.c: the linears of all blocks multiply 8-bit codes. Their range is so narrow that each
+// tensor, or each tile of it, has a scale, computed from its largest magnitude, amax:
 //
 //     x = code * scale,    scale = amax / 448 (e4m3)  or  amax / 57344 (e5m2)
 //
@@ -16,9 +16,9 @@
 //     d: codes of gradients
 //
 // A CPU multiplies codes without error: a recipe changes only the casts and the sums.
-// Bytes sent: one all-reduce a step, of 3 numbers for each parameter tensor (te-delayed); one number for
-// each cast of a tensor that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire
-// ZeRO-3's weights and --sp's rows are sent in 8 bits, with a scale for each 128.
+// Bytes sent: one all-reduce a step, of 3 numbers for each parameter tensor (te-delayed); one number for each
+// cast of a tensor that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire ZeRO-3's
+// weights and --sp's rows are sent in 8 bits, with a scale for each 128.
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
 // Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: the ranks reproduce the single-device step …

@@ -275,17 +275,17 @@ int main(int argc, char **argv) {
     bool verbose, list;
     Option options[] = {
         {"part", OPTION_TEXT, &part, NULL, 0, 0, "3/20",
-         "this part of all cells; without it, as few cells as make all pairs meet", false},
-        {"cell", OPTION_INT, &one, "-1", -1, 1e9, "", "run only this cell; -1: many", false},
+         "this part of all cells; without it, as few cells as it takes for all pairs of choices to occur",
+         false},
+        {"cell", OPTION_INT, &one, "-1", -1, 1e9, "", "run only this cell; -1: no single one", false},
         {"table", OPTION_TEXT, &path, NULL, 0, 0, "FILE",
-         "the file of results, cell by cell; a run goes on after those that it has", false},
-        {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "draws the cells in which all pairs meet",
-         false},
+         "file of results, cell by cell; a run continues after the cells that are in it", false},
+        {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "seed of the choice of these few cells", false},
         {"met-on", OPTION_INT, &met_on, "0", 0, 64, "ranks",
-         "pairs that meet in the cells of so many ranks need not meet; 0: all do", false},
-        {"list", OPTION_FLAG, &list, NULL, 0, 0, "", "shows which cells would be proven, and proves none",
+         "leave out pairs of choices that occur in the cells of so many ranks; 0: leave out none", false},
+        {"list", OPTION_FLAG, &list, NULL, 0, 0, "", "show which cells would be proven, and prove none",
          false},
-        {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows every cell, and its rows", false},
+        {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "show every cell and its counts", false},
     };
     base_start(argc, argv);
     Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options,

@@ -1,7 +1,7 @@
 // train_5d.c: everything at once: data, pipeline, context, tensor and expert parallelism, ZeRO,
 // recomputation. Playbook: "5D parallelism in a nutshell".
 //
-// Against 00_single_gpu: nothing that an earlier chapter has not shown. A layout is a list of the chapters'
+// Changes from 00_single_gpu: only what earlier chapters have shown. A layout is a list of the chapters'
 // records (five_d_layouts.c); this file has no technique and sends nothing. What each flag shards (x):
 //
 //                          batch     sequence    layers    width     experts

@@ -20,10 +20,12 @@ static const struct {
     {" ranks timeout trust-calls gpus-per-node compute-efficiency network-efficiency timeline "
      "timeline-svg dp ",
      "it belongs to chapter 01, data parallelism"},
-    {" zero ", "it belongs to chapter 02, ZeRO"},
+    {" zero ", "zero1, zero2 and zero3 are one stage each; programs from chapter 03 on have --zero"},
     {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
     {" cp ", "it belongs to chapter 04, context parallelism"},
     {" pp ", "it belongs to chapter 05, pipeline parallelism"},
+    {" stages micro-batches ",
+     "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
     {" ep ", "it belongs to chapter 06, expert parallelism"},
     {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "

@@ -174,6 +174,7 @@ row() {
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
     row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' 'hides until DP = '
     row 17 '… and a GPU loses throughput from then on' find_config '--rules' 'ZeRO-3 has lost'
+    row 17 '… with DP as well, at constant memory' find_config '--rules' 'dp has lost'
     row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' \
         '^ *sharded, all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' \
@@ -250,7 +251,7 @@ row() {
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' \
         'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1; in bytes of bf16, / h' \
-        async_tensor_parallel '--ranks 8' '^Rows that enter'
+        async_tensor_parallel '--ranks 8' '^The all-gather of rows'
     row 34 'coalescing: about a tenth of the time; 33 sectors a step become 5' coalescing '' '^by y takes'
     row 34 '… a strided product reaches little of the GPU' coalescing '' '^matmul by x'
     row 34 'tiling takes 43% less time' tiling '' '^tiles of 32 take'

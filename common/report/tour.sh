@@ -13,7 +13,7 @@ if [ -x "$train" ]; then
     "$train" || failed=1
     echo
 fi
-echo "== every other program, in the order of this book (whole output in $logs/)"
+echo "== every other program, in the order of the map in README.md (whole output in $logs/)"
 # take PROGRAM FLAGS…: its verdict, or the end of what it printed.
 take() {
     local log verdict status
@@ -35,8 +35,9 @@ take() {
 }
 
 last=$build/08_mixed_precision/train_5d
-for program in "$build"/0[0-9]_*/*; do
-    [ -f "$program" ] && [ -x "$program" ] || continue
+for program in $("${0%/*}/map.sh" | grep -oE '\]\(0[0-9]_[a-z_]+/[a-z0-9_]+\.cu?\)' | tr -d '])('); do
+    program=$build/${program%.*}
+    [ -x "$program" ] || continue
     [ "$program" != "$train" ] && [ "$program" != "$last" ] || continue
     take "$program"
 done

@@ -391,7 +391,7 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
     if (safetensors_metadata(&file, "data")) {
         check_same_batch(path, &file, config, ours.batch);
         char *changes = course_changes(&file, config, ours.data);
-        if (*changes) say("goes on otherwise than the run that was saved would have: %s", changes + 2);
+        if (*changes) say("continues differently from the run that was saved: %s", changes + 2);
         free(changes);
     } else {
         say("%s is older than this program: it does not say its data, its batch or its rates, which are\n"

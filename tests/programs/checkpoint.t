@@ -56,22 +56,22 @@ report $? "resumes into the folder that it came from"
 rm -rf "$work/otherwise"
 trains ${to24/--micro-batch 2 --grad-acc 2/--grad-acc 1 --micro-batch 4} --resume "$work/ours/deeper" \
     --save "$work/otherwise" &&
-    grep -qx 'goes on otherwise than the run that was saved would have: --steps 24, not 20' "$out"
+    grep -qx 'continues differently from the run that was saved: --steps 24, not 20' "$out"
 report $? "another split of the same samples goes on, and a longer course of the rate is told"
 
 cat common/*.h >"$work/other.txt"
 trains ${to24/--lr 1e-2/--lr 0.02} --resume "$work/ours/deeper" --data "$work/other.txt" --clip 0 &&
-    grep -qx 'goes on otherwise .*: other data, --lr 0.02, not 0.01, --clip 0, not 1, --steps 24, not 20' \
-        "$out"
+    grep -qx "continues differently .*: other data, --lr 0.02, not 0.01, --clip 0, not 1, \
+--steps 24, not 20" "$out"
 report $? "other data and other rates are told"
 
 trains $to20 --resume "$work/ours/deeper/step-000016" --documents 10 &&
-    grep -qx 'goes on otherwise than the run that was saved would have: --documents 10, not -1' "$out"
+    grep -qx 'continues differently from the run that was saved: --documents 10, not -1' "$out"
 report $? "other documents are told"
 
 cp "$build/../corpus.txt" "$work/copy.txt"
 trains $to20 --resume "$work/ours/deeper/step-000016" --data "$work/copy.txt" &&
-    ! grep -q 'goes on otherwise' "$out"
+    ! grep -q 'continues differently' "$out"
 report $? "the same data under another name is the same"
 
 cp -r "$work/ours/deeper/step-000016" "$work/older"

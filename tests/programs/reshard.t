@@ -32,7 +32,7 @@ report $? "and ends in the same checkpoint"
 passes "one device goes on with it" 00_single_gpu/train --resume "$half" --steps 4 --seq 31 \
     --dtype f64 $adamw \
     --clip 0.5 --micro-batch 2 --grad-acc 4 --sample 0 --eval-every 0 --save "$work/one"
-! grep -q 'goes on otherwise' "$out"
+! grep -q 'continues differently' "$out"
 report $? "and nothing differs"
 passes "tp 2 x dp 2 goes on with it" 03_tensor_parallel/tensor_parallel --ranks 4 --tp 2 $adamw \
     --grad-acc 2 --steps 4 --resume "$half"

@@ -8,7 +8,7 @@ verdict='.*1[01] counts as predicted' # one rank alone sends nothing, and has on
 small="--layers 2 --steps 2 --vocab 600"
 
 passes "as it stands" zero_r
-awk '/their bytes/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 }
+awk '/kept, bytes/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 }
     END { exit !(n == 3 && hole[1] > 20 && hole[3] < 1) }' "$out"
 report $? "and a fifth of the heap, or more, is in holes where checkpoints stand anywhere"
 for ranks in 1 2 3 6; do passes "$ranks ranks" zero_r $small --ranks $ranks; done

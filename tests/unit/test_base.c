@@ -197,7 +197,10 @@ static void wrong_use_is_one_sentence_that_names_the_flag(void **state) {
         {"--coun 3", "--coun is not one of test_base's flags (is --count meant?)"},
         {"--Count 3", "is --count meant?"},
         {"--helq", "is --help meant?"},
-        {"--zero 1", "--zero is not one of test_base's flags (it belongs to chapter 02, ZeRO)"},
+        {"--zero 1",
+         "--zero is not one of test_base's flags (zero1, zero2 and zero3 are one stage each; "
+         "programs from chapter 03 on have --zero)"},
+        {"--stages 4", "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
         {"--cp 2", "it belongs to chapter 04, context parallelism"},
         {"--recompute full", "other programs of this book have it"},
         {"--wholly-unlike-anything-that-stands-in-the-table-of-options 1", "--help lists them"},
