@@ -116,8 +116,8 @@ static double stored(const Format *f, double x) {
 // ---- the proof ----
 
 // Of the conversions that training uses (tensor/dtype.c): each code of the 8- and 16-bit formats has the
-// value of its fields, and each boundary between two codes is where this file's rounding puts it. (A float64 number
-// reaches them by way of float32: rounded twice, it may be one step off.)
+// value of its fields, and each boundary between two codes is where this file's rounding puts it. (A float64
+// number reaches them by way of float32: rounded twice, it may be one step off.)
 
 static bool same(double x, double y) { return isnan(x) ? isnan(y) : x == y && signbit(x) == signbit(y); }
 
