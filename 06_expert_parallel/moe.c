@@ -172,7 +172,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
     moe_at(moe, ENDS);
-    router_forward(moe, layer, kept, x);
+    router_forward(moe, micro, layer, kept, x);
     moe_order(moe, kept);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, x);
     tensor_free(&kept->pairs.tokens);

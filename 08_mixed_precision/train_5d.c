@@ -43,6 +43,7 @@ static void show_steps(Mesh mesh, const Config *config) {
     if (c.steps == 0) return;
     Config whole = program_on_one_device(&c, mesh);
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
+    whole.follows = &run;
     if (mesh.world.rank == 0) {  // the others wait in the next step
         Record one = program_record(&whole, mesh_single(), five_d_one_device(), false, false, "one device");
         say("\n%ld step%s of %s        %d rank%-5s one device", c.steps, plural(c.steps),

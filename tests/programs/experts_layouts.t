@@ -37,6 +37,9 @@ layout "DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4
 layout "DualPipe, tp 2, ep 2, zero 3" --ranks 8 --pp 2 --tp 2 --sp --schedule dualpipe --grad-acc 4 --zero 3
 layout "interleaved, ep 3 of 6 ranks" --ranks 6 --pp 2 --ep 3 --experts 6 --layers 4 \
     --schedule interleaved --grad-acc 2
+# ---- the experts of a token, in f32, are found again wherever the token was ----
+layout "f32, tp 2, cp 2, ep 4, striped tokens" --ranks 8 --tp 2 --sp --cp 2 --ep 4 --layout striped --dtype f32
+layout "f32, DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4 --dtype f32
 
 # ---- two micro-batches in flight ----
 verdict='two micro-batches in flight change no bit'
