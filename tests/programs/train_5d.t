@@ -17,6 +17,8 @@ grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communicatio
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
 passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleaved" train_5d $quick --sp \
     --experts 4 --top-k 2 --ep 4 --zero 3 --schedule interleaved --recompute selective
+passes "experts: whole on each rank, hybrid sharding" train_5d --ranks 4 --layers 1 --steps 1 --shown 0 --pp 1 \
+    --tp 1 --experts 4 --zero hybrid --shard-ranks 2
 passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 \
     --top-k 2 \
     --ep 2 --optimizer sgd --lr 0.1
@@ -58,7 +60,8 @@ refused "--top-k has an effect only with --experts" train_5d --dry-run --top-k 2
 refused "--fp8-tile 32: --fp8 none scales no tiles" train_5d --dry-run --fp8-tile 32
 refused "--documents 256 is no token of --vocab 256: the last one is 255" train_5d --dry-run --documents 256
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
-refused "--zero hybrid with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
+refused "--zero hybrid with --ep 2: the ranks that hold copies of an expert are not those" train_5d --tp 1 \
+    --zero hybrid --experts 4 --ep 2
 
 passes "each method where messages take longer than what a stage computes" five_d_methods \
     --network-efficiency 0.005
