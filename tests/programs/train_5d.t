@@ -48,6 +48,10 @@ report $? "with a plan, held-out losses and a sample"
 
 refused "there is one: leave it out, or give --tp 2" train_5d --ranks 4 --tp 1 --sp
 refused "there is one: leave it out, or give --ranks 6 --tp 2" train_5d --ranks 3 --pp 3 --tp 1 --sp
+odd="--ranks 2 --dp 2 --pp 1 --tp 1 --sp --hidden 24"
+refused "or give --ranks 6 --tp 3" train_5d $odd --heads 3 --kv-heads 3 --ffn 9
+refused "or give --ranks 10 --tp 5" train_5d $odd --head-size 8 --heads 30 --kv-heads 5 --ffn 30
+refused "or give --tp and sizes that it divides" train_5d $odd --heads 1 --kv-heads 1
 idle='which has nothing to do here: leave it out, or give'
 refused "--chunks is an option of pipeline, $idle --pp 2" train_5d --pp 1 --chunks 2
 refused "--gather is an option of zero1, $idle --zero 1" train_5d --zero 2 --gather step
