@@ -238,16 +238,6 @@ static void name_sizes(const Config *config) {
     free(what);
 }
 
-// The choice of experts is no sum: if a token's scores are almost equal, 16-bit rounding after another order
-// of sums may send it to another expert.
-static void doubt_choices(const Config *c) {
-    if (c->experts > c->top_k && (c->dtype == BF16 || c->dtype == F16))
-        report_doubt(
-            "or a token whose scores are almost equal in %s has taken another expert: --dtype f32, or "
-            "--top-k %ld, would tell",
-            dtype_name((DType)c->dtype), c->experts);
-}
-
 // Trains, proves or counts, as the flags ask. Returns the exit status. Figures and traces are written
 // before the verdict, which is the last line, so they are there when one looks for the cause of a FAIL.
 static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) {
@@ -326,7 +316,6 @@ int program_main(int argc, char **argv, const Program *own_program) {
     device_dry_run(dry_run);
     name_sizes(&config);
     underflow_warn(&config);
-    doubt_choices(&config);
     if (kernel_choice.enabled(&config)) whole.exact = NULL;  // other kernels sum in another order
     int status = run(&config, mesh, program, dry_run);
     free(from);

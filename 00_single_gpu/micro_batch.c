@@ -34,13 +34,15 @@ int64_t config_document_end(const Config *c) {
     return config_has(c, "documents") ? (int64_t)config_number(c, "documents") : -1;
 }
 
-// The document of each token in b whole sequences; a document includes the token that ends it.
+// The document of each token in b whole sequences; a document includes the token that ends it. A dry run has
+// no text, so no document ends.
 static int32_t *documents_new(const Config *c, int64_t b, const int32_t *tokens) {
     int64_t end = config_document_end(c);
     if (end < 0) return NULL;
     int32_t *documents = host_alloc(b * c->seq * sizeof *documents);
     for (int64_t i = 0; i < b * c->seq; i++)
-        documents[i] = i % c->seq == 0 ? 0 : documents[i - 1] + (tokens[i - 1] == end);
+        documents[i] =
+            i % c->seq == 0 ? 0 : documents[i - 1] + (tokens[i - 1] == end && !device_is_dry_run());
     return documents;
 }
 

@@ -295,6 +295,7 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
         check_peak(mesh, &cost, &record, counted.peak_by_data);
     }
     Config whole = program_on_one_device(config, mesh);
+    whole.follows = &record;
     Bound bound;
     Record baseline = one_device(&whole, mesh, alone, masked, &bound);
     if (program) {

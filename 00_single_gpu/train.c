@@ -252,6 +252,21 @@ static void read_loss_and_norm(Trainer *t, StepInput *input, double grad_scale) 
     if (!isfinite(t->loss)) explain_bad_loss(t, input);
 }
 
+// In f64 no tie is near enough for rounding to decide it.
+static void begin_routing(Trainer *t, Record *record) {
+    const Config *c = &t->config;
+    if (!record || !c->experts || device_is_dry_run()) return;
+    Routing *r = &record->routing;
+    r->step = t->progress.step - (c->steps - record->steps);
+    r->followed = c->follows ? c->follows->routing.logits : NULL;
+    r->count = record->steps * t->progress.batch * c->seq * c->layers * c->experts;
+    if (c->dtype != F64 && !r->followed && !r->logits) {
+        r->logits = calloc((size_t)r->count, sizeof *r->logits);
+        CHECK(r->logits, "out of host memory for %lld logits of routers", (long long)r->count);
+    }
+    t->model->routing = r;
+}
+
 void train_step(Trainer *t, Record *record) {
     const Config *c = &t->config;
     const Sockets *sockets = &t->model->sockets;
@@ -267,7 +282,9 @@ void train_step(Trainer *t, Record *record) {
     for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(t->labels_ahead);
     StepInput input = {c->grad_acc, c->micro_batch, batch.tokens,  batch.targets,
                        loss_scale,  loss_new(),     &t->kept_bytes};
+    begin_routing(t, record);
     run_micro_batches(t, &input);
+    t->model->routing = NULL;
     t->progress.sample += batch.samples * t->model->mesh.dp.size;
     if (t->progress.step + 1 < c->steps) read_ahead(t);
 
@@ -335,6 +352,7 @@ Record train_record(Trainer *t, const char *title) {
     record.flops = clock_total().flops;
     record.model_seconds = clock_total().model_seconds;
     if (!device_is_dry_run()) record_params(&record, &t->model->params);
+    record_routing(&record, t->model->mesh.world);
     return record;
 }
 

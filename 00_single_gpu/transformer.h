@@ -247,6 +247,7 @@ struct Model {
     int first_expert_unit;  // … and so, after the head, are the experts of each block; 0 without experts
     Sockets sockets;
     int64_t *ready_left;  // (units) how many more times in this step its gradient becomes final
+    struct Routing *routing;  // of a step that is recorded (report.h); NULL: of any other
     double grad_scale;    // 1; a factor on gradients from the loss to the optimizer, which divides by it.
                           // Reported losses and norms do not include it.
 };

@@ -137,10 +137,10 @@ void hybrid_zero_check(const Config *c) {
         replicas % k == 0,
         "--shard-ranks %ld does not divide the %ld rank%s of --dp x --cp: %ld would fit, as plain ZeRO-3",
         k, replicas, plural(replicas), replicas);
-    CHECK(c->experts == 0,
-          "--zero hybrid with --experts %ld: the ranks that hold copies of an expert are not those that "
-          "hold copies of the rest of its block; --zero 3 would fit",
-          c->experts);
+    CHECK(c->ep == 1,
+          "--zero hybrid with --ep %ld: the ranks that hold copies of an expert are not those that hold "
+          "copies of the rest of its block; --ep 1 or --zero 3 would fit",
+          c->ep);
 }
 
 const Option hybrid_zero_option = {

@@ -36,6 +36,7 @@ typedef struct MoeKept {
     int64_t *count;                    // (experts here) rows of each
     int64_t m, s;                      // s: tokens of a sequence
     int64_t held, held_by_dispatch;    // bytes of it that the data decides; those of `exchange` among them
+    Routing routed;                    // choices, ties, apart: of its tokens
     bool training;
     void **linear;   // (experts here, 2) the linear socket's own
     void *exchange;  // the dispatch's own
@@ -101,10 +102,21 @@ void moe_at(const Moe *moe, Moment moment);
 // router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, with dlogits kept for W; and the
 // router's gradient += dlogits^T x.
 RouteRule moe_rule(const Config *config);
-void router_forward(const Moe *moe, int layer, MoeKept *kept, Tensor x);
+void router_forward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor x);
 void router_backward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor dx,
                      Tensor dweights);
 void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
+// Of a step that is recorded: where Routing.logits has those of each of this rank's n tokens. NULL: of any
+// other step. The caller frees it.
+int64_t *routing_places(const Model *model, const MicroBatch *micro, int layer, int64_t n);
+// Sets to -infinity what a token's own logits (e) say of experts that it does not take in the run that is
+// followed, whose logits are `there`: then routing takes the k that it takes there, `taken`. Counts the
+// choice in *routed, and whether its own, `mine`, was another. size: the root mean square, over tokens, of
+// the norm of their logits.
+void routing_follow(Routing *routed, double *own, const float *there, int64_t e, const int32_t *mine,
+                    const int32_t *taken, int64_t k, double size);
+// In B, so that recomputation counts once.
+void routing_count(const Model *model, const Routing *routed);
 
 // ---- token_rows.c: pairs of tokens and experts, and their rows ----
 

@@ -69,8 +69,9 @@ static void move_biases(LoadBalance *b) {
     const Config *c = &b->moe->model->config;
     int64_t e = c->experts;
     for (int64_t layer = 0; layer < c->layers && b->rate > 0; layer++) {
-        double *taken = b->taken + layer * e, *value = b->value + layer * e, mean = 0;
-        for (int64_t i = 0; i < e; i++) mean += taken[i] / (double)e;
+        double *taken = b->taken + layer * e, *value = b->value + layer * e, all = 0;
+        for (int64_t i = 0; i < e; i++) all += taken[i];
+        double mean = all / (double)e;  // exact where an expert may be at it
         for (int64_t i = 0; i < e; i++) value[i] += b->rate * ((taken[i] < mean) - (taken[i] > mean));
         tensor_from_doubles(b->bias[layer], value);
     }
@@ -185,12 +186,14 @@ static const Technique *const one_device[] = {&moe, &load_balance, &recompute, N
 // ---- the rule, by hand ----
 
 // Each layer's biases move by the rate, however far an expert is from the mean, and not at all if it is at
-// the mean: 3.75 tokens in the first layer, and 4 in the second.
+// the mean: 3.5 tokens in the first layer, and 1 in the second, which a sum of sixths would miss.
 static void move_by_hand(void) {
-    enum { LAYERS = 2, EXPERTS = 4 };
-    static const double taken[LAYERS * EXPERTS] = {3, 1, 5, 6, 8, 4, 0, 4}, mean[LAYERS] = {3.75, 4},
-                                       want[LAYERS * EXPERTS] = {0.5, 0.5, -0.5, -0.5, -0.5, 0, 0.5, 0};
-    Config c = config_default("layers=2 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 experts=4 top-k=2");
+    enum { LAYERS = 2, EXPERTS = 6 };
+    static const double taken[LAYERS * EXPERTS] = {3, 1, 5, 6, 2, 4, 0, 0, 0, 1, 4, 1},
+                                       mean[LAYERS] = {3.5, 1},
+                                       want[LAYERS * EXPERTS] = {0.5, 0.5, -0.5, -0.5, 0.5,  -0.5,
+                                                                 0.5, 0.5, 0.5,  0,    -0.5, 0};
+    Config c = config_default("layers=2 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 experts=6 top-k=2");
     config_set(&c, "balance-bias", 0.5);
     Trainer *t = trainer_new(&c, mesh_single(), one_device);
     LoadBalance *b = trainer_context(t, &load_balance);

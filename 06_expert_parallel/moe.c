@@ -172,7 +172,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
     moe_at(moe, ENDS);
-    router_forward(moe, layer, kept, x);
+    router_forward(moe, micro, layer, kept, x);
     moe_order(moe, kept);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, x);
     tensor_free(&kept->pairs.tokens);
@@ -285,10 +285,10 @@ static void check(const Config *c) {
         config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
         "--capacity is room for rows of a whole sequence, which --%s %ld splits: leave out one of the two",
         c->cp > 1 ? "cp" : "sp, --tp", c->cp > 1 ? c->cp : c->tp);
-    CHECK(c->micro_batch * c->seq % c->tp == 0,
-          "--tp %ld with --experts: --micro-batch %ld x --seq %ld must be a multiple of it, so that all "
+    CHECK(c->micro_batch * (c->seq / c->cp) % c->tp == 0,
+          "--tp %ld with --experts: --micro-batch %ld x --seq %ld%s must be a multiple of it, so that all "
           "ranks route as many tokens",
-          c->tp, c->micro_batch, c->seq);
+          c->tp, c->micro_batch, c->seq, c->cp > 1 ? " / --cp" : "");
 }
 
 static void keep(PriceKept *rows, int *count, const char *what, double bytes, const Model *m) {

@@ -19,6 +19,7 @@ typedef struct Plain {
     double *weight;   // (n, k)
     int32_t *chosen;  // (n, k)
     bool *dropped;    // (n, k) the expert has no room: the pair makes nothing
+    Routing routed;
 } Plain;
 
 // ---- who is chosen ----
@@ -106,7 +107,24 @@ static double dot(Tensor a, Tensor b) {
     return sum;
 }
 
-static void choose_all(const Model *m, int layer, Plain *p, Tensor x) {
+// The experts that the run takes which this one follows.
+static void choose_as_there(const Model *m, const MicroBatch *micro, int layer, Plain *p, int64_t n) {
+    const Config *c = &m->config;
+    int64_t e = c->experts, k = c->top_k, *place = routing_places(m, micro, layer, n);
+    const float *followed = place ? m->routing->followed : NULL;
+    double size = difference_norm(p->logit, n * e) / sqrt((double)n);
+    for (int64_t i = 0; i < n && followed; i++) {
+        double there[e], left[e], weight[k];
+        int32_t taken[k];
+        for (int64_t j = 0; j < e; j++) there[j] = followed[place[i] + j], left[j] = p->logit[i * e + j];
+        choose(c, taken, weight, there);
+        routing_follow(&p->routed, left, followed + place[i], e, p->chosen + i * k, taken, k, size);
+        choose(c, p->chosen + i * k, p->weight + i * k, left);
+    }
+    free(place);
+}
+
+static void choose_all(const Model *m, const MicroBatch *micro, int layer, Plain *p, Tensor x) {
     const Config *c = &m->config;
     int64_t n = tensor_rows(x), e = c->experts, k = c->top_k;
     Tensor logits = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n, e));
@@ -116,6 +134,7 @@ static void choose_all(const Model *m, int layer, Plain *p, Tensor x) {
     p->chosen = host_alloc(n * k * sizeof *p->chosen);
     tensor_to_doubles(p->logit, logits);
     for (int64_t i = 0; i < n; i++) choose(c, p->chosen + i * k, p->weight + i * k, p->logit + i * e);
+    choose_as_there(m, micro, layer, p, n);
     tensor_free(&logits);
 }
 
@@ -139,7 +158,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     Plain *p = calloc(1, sizeof *p);
     CHECK(p, "out of host memory for a block's experts");
     micro->block[layer].mlp.more = p;
-    choose_all(m, layer, p, x);
+    choose_all(m, micro, layer, p, x);
     drop_some(&m->config, p, n, micro->s);
     p->gate = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, f));
     p->up = tensor_like(MEMORY_ACTIVATION, p->gate);
@@ -169,6 +188,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     const Config *c = &m->config;
     Plain *p = micro->block[layer].mlp.more;
     int64_t n = tensor_rows(dy), k = c->top_k, e = c->experts;
+    routing_count(m, &p->routed);
     p->dgate = tensor_like(MEMORY_ACTIVATION, p->gate);
     p->dup = tensor_like(MEMORY_ACTIVATION, p->gate);
     p->dout = tensor_like(MEMORY_ACTIVATION, p->out);

@@ -55,6 +55,16 @@ void record_params(Record *record, const Params *params) {
     }
 }
 
+void record_routing(Record *record, Group group) {
+    Routing *r = &record->routing;
+    if (!r->logits || group.size == 1) return;
+    Tensor all = tensor_new(MEMORY_COMMUNICATION, F32, SHAPE(r->count));
+    tensor_from_host(all, r->logits);
+    comm_wait(comm_reduce(all, REDUCE_SUM, 0, group));
+    tensor_to_host(r->logits, all);
+    tensor_free(&all);
+}
+
 void record_free(Record *record) {
     for (int i = 0; i < record->tensors; i++) {
         free(record->name[i]);
@@ -68,6 +78,7 @@ void record_free(Record *record) {
     free(record->apart);
     free(record->grad);
     free(record->param);
+    free(record->routing.logits);
     *record = (Record){0};
 }
 
@@ -112,6 +123,7 @@ static void *owned(Parcel *p, void *data, size_t size) {
 
 static void walk(Parcel *p, Record *r) {
     item(p, r, sizeof *r);
+    if (p->step == UNPACK) r->routing.logits = NULL;  // only the rank that made the run needs them
     size_t n = (size_t)r->tensors, steps = (size_t)r->steps;
     r->loss = owned(p, r->loss, steps * sizeof *r->loss);
     r->grad_norm = owned(p, r->grad_norm, steps * sizeof *r->grad_norm);

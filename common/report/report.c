@@ -28,7 +28,7 @@ static struct {
     bool differs;               // a comparison that should be exact is not
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
     char note[100];             // of report_note
-    char doubt[200];            // of report_doubt
+    int64_t choices, ties;      // Routing's, of all comparisons
     const char *file_name;      // --json
     bool stepped;               // report_step
     cJSON *json;
@@ -268,9 +268,9 @@ static void judge_row(const Row *row, const Record *run, const Record *baseline,
               row->name, run->title, comma, row->tensor, (long long)row->differing, baseline->title,
               d->relative, d->scale, meaning(row, run, baseline, first_loss));
     else
-        judge(false, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g%s%s%s", row->name,
+        judge(false, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g%s", row->name,
               run->title, comma, row->tensor, baseline->title, d->relative, bound, d->scale,
-              meaning(row, run, baseline, first_loss), *report.doubt ? "; " : "", report.doubt);
+              meaning(row, run, baseline, first_loss));
 }
 
 // Once: every later comparison of this program has the same dtype and size.
@@ -278,9 +278,27 @@ static void note_coarse(double bound) {
     if (*report.coarse) return;
     snprintf(report.coarse, sizeof report.coarse,
              "this dtype is too coarse for this size: its own error makes a bound of %.2e, which lets a "
-             "factor of two pass; a larger model or a wider --dtype can be judged%s%s",
-             bound, *report.doubt ? "; " : "", report.doubt);
+             "factor of two pass; a larger model or a wider --dtype can be judged",
+             bound);
     say("  %s", report.coarse);
+}
+
+// Where a baseline that follows the run would have taken other experts, no more than rounding may be why.
+static bool judge_ties(const Record *run, const Record *baseline, double bound, cJSON *json) {
+    const Routing *r = &baseline->routing;
+    bool near = r->ties == 0 || r->apart <= bound;
+    if (r->choices == 0) return true;
+    report.choices += r->choices, report.ties += r->ties;
+    put_number(json, "choices of experts", (double)r->choices);
+    put_number(json, "near ties", (double)r->ties);
+    put_number(json, "scores apart at near ties", r->apart);
+    if (!near || (r->ties && !report.quiet))
+        say("  %lld of %lld choices of experts: %s would take others, by scores %.2e apart  %s",
+            (long long)r->ties, (long long)r->choices, baseline->title, r->apart, near ? "ok" : "FAIL");
+    return judge(near,
+                 "experts of %s: scores are off from %s by %.2e relative (bound %.2e) where tokens take "
+                 "other experts, %lld of %lld choices: no near ties that rounding decides",
+                 run->title, baseline->title, r->apart, bound, (long long)r->ties, (long long)r->choices);
 }
 
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, Bound bound) {
@@ -331,6 +349,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
         int which = first_loss ? early[i] : late[i];
         judge_row(&row[which], run, baseline, proof, allowed[which], first_loss);
     }
+    all = judge_ties(run, baseline, bound.others, json) && all;
     cJSON_AddBoolToObject(json, "holds", all);
     cJSON_AddItemToArray(json_child(json_root(), "comparisons", true), json);
     return all;
@@ -421,6 +440,10 @@ const char *report_evidence(void) {
                 (size_t)snprintf(text + used, size - used, "%s%s, %.1e of %.1e", used ? "; " : "",
                                  class_name((ProofClass)proof), report.worst[proof], report.bound[proof]);
     }
+    if (report.ties)
+        used += (size_t)snprintf(text + used, size - used,
+                                 "%s%lld of %lld choices of experts were near ties, decided as in the run",
+                                 used ? "; " : "", (long long)report.ties, (long long)report.choices);
     if (report.equalities)
         snprintf(text + used, size - used, "%s%d of %d counts as predicted", used ? "; " : "", report.equal,
                  report.equalities);
@@ -446,13 +469,6 @@ void report_note(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(report.note, sizeof report.note, format, arguments);
-    va_end(arguments);
-}
-
-void report_doubt(const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(report.doubt, sizeof report.doubt, format, arguments);
     va_end(arguments);
 }
 

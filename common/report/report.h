@@ -11,6 +11,19 @@
 extern "C" {
 #endif
 
+// How the tokens of a run chose their experts. A choice is not a sum: where two scores are almost equal,
+// rounding after another order of sums may decide otherwise, and then whole gradients differ. So the baseline
+// of a comparison follows the run: each token takes the experts that the run's logits choose, and all else
+// comes from the baseline's own. Where its own logits would have chosen others, the two must be near.
+typedef struct Routing {
+    float *logits;          // (steps, samples, s, L, e), 0 where another rank has the token; NULL: not kept
+    int64_t count;          // of logits
+    const float *followed;  // of the run that this one follows, or NULL
+    int64_t step;           // the one that runs, of those recorded
+    int64_t choices, ties;  // of a token in a block; those that its own logits would have made otherwise …
+    double apart;           // … and the largest distance of such logits, over their root mean square
+} Routing;
+
 // What one training run leaves behind for the comparison. Host memory, owned by the record.
 typedef struct Record {
     char title[64];  // "recompute full"
@@ -26,6 +39,7 @@ typedef struct Record {
     int64_t kept_bytes;  // activations held at the end of a micro-batch's forward, the largest of the run
     double flops;        // counted over the run
     double model_seconds;  // of the whole run
+    Routing routing;
 } Record;
 
 // Until the trainer sets them, losses and norms are NaN and tensors absent: what it forgets cannot pass.
@@ -36,6 +50,8 @@ Record record_new(const char *title, int64_t steps, const Params *params);
 // complete, the second after the last step.
 void record_grads(Record *record, const Params *params, double factor);
 void record_params(Record *record, const Params *params);
+// Collective: sums the ranks' logits on the first rank of the group, which alone has all of them then.
+void record_routing(Record *record, Group group);
 void record_free(Record *record);
 // Copies the record of root, which has trained alone, to all other members; each member frees its own.
 void record_share(Record *record, int root, Group group);
@@ -70,7 +86,8 @@ static inline Bound bound_of(double both) {
 // measured relative to that noise; but if the baseline of a quantity is zero as a whole, nothing was
 // compared, and it fails. A bound of 0.5 or more would let a factor of two pass: the dtype is too coarse
 // for this size. Then what is outside the bound still fails; what is within it is UNPROVEN, which is said
-// once (report_verdict).
+// once (report_verdict). Choices of experts in which the baseline followed the run are counted, and must have
+// been near ties: logits no further apart than the bound.
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, Bound bound);
 // The bound for a dtype: 1e-10 for f64; for the others 4 times the error of the baseline against
 // `reference`, the same run in f64, so that the dtype itself sets the bound. For gradients this is their own
@@ -100,9 +117,6 @@ bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 // A text that a PASS verdict adds; only the latest note counts.
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
-// What else may be the reason where a comparison fails its bound, or has too coarse a one, though nothing is
-// wrong: said behind it, until the verdict.
-void report_doubt(const char *format, ...) PRINTF_LIKE(1, 2);
 
 // --json: everything in the tables at full precision. Whether the file can be written is checked at once;
 // the functions above and these fill it, and report_verdict writes it. A run that ends by fatal() writes it

@@ -483,16 +483,25 @@ const char *config_degrees(const Config *c, int64_t most, int64_t ranks,
     return text;
 }
 
+// What an axis shards must be there: heads and the MLP's width, tokens, layers.
+static bool can_shard(const Config *c, const char *flag, int64_t degree) {
+    if (!strcmp(flag, "--cp")) return degree <= c->seq;
+    if (strcmp(flag, "--tp")) return degree <= c->layers;
+    return c->heads % degree == 0 && config_dense_width(c) % degree == 0 &&
+           (c->kv_heads % degree == 0 || degree % c->kv_heads == 0);
+}
+
 const char *config_more(const Config *c, const char *flag) {
     static char text[64];
-    int64_t ranks = c->dp * c->pp * c->cp * c->tp, degree = 2;
-    // What an axis shards must be there: heads, tokens, layers.
-    const bool by_heads = !strcmp(flag, "--tp");
-    const int64_t most = by_heads ? c->heads : !strcmp(flag, "--cp") ? c->seq : c->layers;
-    while (degree <= c->dp && (c->dp % degree || degree > most || (by_heads && c->heads % degree)))
-        degree++;
-    if (degree <= c->dp) snprintf(text, sizeof text, "%s %ld", flag, degree);
-    else snprintf(text, sizeof text, "--ranks %ld %s 2", 2 * ranks, flag);
+    int64_t ranks = c->dp * c->pp * c->cp * c->tp, degree = 2, most = 64;
+    while (degree <= c->dp && (c->dp % degree || !can_shard(c, flag, degree))) degree++;
+    if (degree <= c->dp) {
+        snprintf(text, sizeof text, "%s %ld", flag, degree);
+        return text;
+    }
+    for (degree = 2; degree < most && !can_shard(c, flag, degree);) degree++;
+    if (degree < most) snprintf(text, sizeof text, "--ranks %ld %s %ld", degree * ranks, flag, degree);
+    else snprintf(text, sizeof text, "%s and sizes that it divides", flag);
     return text;
 }
 

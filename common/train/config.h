@@ -52,6 +52,7 @@ typedef struct Config {
     int64_t seed;
     const char *data, *init, *save, *resume;
     int64_t save_every;
+    const struct Record *follows;  // the run whose choices of experts this one repeats (report.h), or NULL
     // reports
     bool no_check, verbose;
     const char *json, *trace, *machine, *timeline_svg;
@@ -117,8 +118,9 @@ void config_check_degrees(Config *config, int ranks);
 // and that fit. Static text.
 const char *config_degrees(const Config *config, int64_t most, int64_t ranks,
                            bool (*fits)(const Config *config, int64_t degree));
-// "--tp 3": the flag of a mesh's axis with the least degree above 1 that the ranks of --dp leave room for;
-// "--ranks 2 --tp 2" where they leave none. Static text.
+// "--tp 3": the flag of a mesh's axis with the least degree above 1 that the ranks of --dp leave room for and
+// the model can be sharded over; "--ranks 2 --tp 2" where they leave none; "--tp and sizes that it divides"
+// where the model has none. Static text.
 const char *config_more(const Config *config, const char *flag);
 // One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.80 M parameters"
 void config_print(const Config *config);

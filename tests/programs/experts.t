@@ -50,6 +50,24 @@ if wanted "parameters of DeepSeek-V3's experts"; then
     report $? "parameters of DeepSeek-V3's experts: a block of them, and what a token passes"
 fi
 
+# ---- near ties: where rounding decides, one device takes the experts that the run has taken ----
+# ties NAME CHOICES PROGRAM FLAGS…: PASS, with at least one near tie among so many choices.
+ties() {
+    local name=$1 choices=$2 program=$3
+    shift 3
+    wanted "$name" || return 0
+    run "$build/$program" "$@" && grep -Eq \
+        "^PASS $program: .*; [1-9][0-9]* of $choices choices of experts were near ties, decided as in" "$out"
+    report $? "$name"
+}
+# 2 proofs x 2 steps x 16 samples x 31 tokens x 2 blocks
+ties "near ties, bf16, one token after another" 3968 moe --dtype bf16 --grad-acc 8 $quick
+ties "near ties, bf16, 16 experts, full" 3968 expert_parallel --ranks 2 --dtype bf16 --grad-acc 4 \
+    --experts 16 --recompute full $quick
+verdict='experts are balanced over ranks'
+passes "near ties, f32, DeepSeek in groups, a bias" load_balance --ranks 2 --dtype f32 --moe deepseek \
+    --z-loss 0 --expert-groups 4 --groups-kept 2 --balance-bias 0.01 --proof-only $quick
+
 # ---- over ranks ----
 verdict='ranks that shard the experts'
 for ranks in 1 2 4 6 8; do
@@ -134,7 +152,7 @@ refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-gro
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide the 4 ranks of --dp x --cp x --tp: --ep 1, 2 would fit" expert_parallel \
     --ep 3 --experts 6
-refused "--seq 31 must be a multiple of 4" expert_parallel --cp 2
+refused "--seq 31 must be a multiple of it" expert_parallel --cp 2
 for program in moe expert_parallel node_limited_routing load_balance overlapped_experts; do
     refused "$program shows what it does with experts, and --experts 0 has none" $program --experts 0
 done

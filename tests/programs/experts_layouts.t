@@ -37,6 +37,12 @@ layout "DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4
 layout "DualPipe, tp 2, ep 2, zero 3" --ranks 8 --pp 2 --tp 2 --sp --schedule dualpipe --grad-acc 4 --zero 3
 layout "interleaved, ep 3 of 6 ranks" --ranks 6 --pp 2 --ep 3 --experts 6 --layers 4 \
     --schedule interleaved --grad-acc 2
+# ---- the experts of a token, in f32, are found again wherever the token was ----
+layout "f32, tp 2, cp 2, ep 4, striped tokens" --ranks 8 --tp 2 --sp --cp 2 --ep 4 --layout striped \
+    --dtype f32
+passes "cp 4, zig-zag chunks of 2 and 1 tokens" expert_parallel --proof-only --layers 1 --steps 1 --cp 4 \
+    --seq 12 --context zigzag --grad-acc 1
+layout "f32, DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4 --dtype f32
 
 # ---- two micro-batches in flight ----
 verdict='two micro-batches in flight change no bit'
@@ -65,6 +71,8 @@ refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_expert
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \
     expert_parallel --tp 2
 refused "--micro-batch 2 x --seq 31 must be a multiple of it" expert_parallel --tp 4 --sp
+refused "--micro-batch 1 x --seq 12 / --cp must be a multiple of it" expert_parallel --ranks 8 --cp 2 \
+    --tp 4 --sp --heads 4 --seq 12 --micro-batch 1
 refused "--ep 3 does not divide the 4 ranks of --dp x --cp x --tp: --ep 1, 2 would fit" expert_parallel \
     --tp 2 --sp --ep 3 --experts 6 --seq 24
 finish

@@ -253,7 +253,10 @@ refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 3" one_f_one_b -
 refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b --grad-acc 4 \
     --load "$work/wide.txt"
 
-refused "stage 2 of 4 would have no layer; --layers 4 or more would fit" one_f_one_b --layers 2
+refuses "zb_v offers no fewer chunks: only interleaved has any" \
+    'stage 2 of 4 would have no layer; --layers 4 or more would fit, or fewer --pp$' zero_bubble_v --layers 2 \
+    --ranks 2 --pp 2
+refused "would have no layer; --layers 8 or more would fit, or fewer --pp or --chunks" interleaved --layers 2
 refused "--stage-layers 5,0,2,2: stage 1 of 4 would have no layer" one_f_one_b --stage-layers 5,0,2,2
 refused "--stage-layers 3,3,3,1 add up to 10 layers, and the model has 9" one_f_one_b --stage-layers 3,3,3,1
 huge=9223372036854775807  # twice this is -2 in 64 bits

@@ -57,6 +57,11 @@ runs "holds its estimate against the FLOPs without recomputation, and says so" \
     'the estimate 6 Psi n gives .* of the step.s without recomputation$' \
     $small --steps 1 --recompute full --dry-run
 
+other="--layers 1 --seq 512"
+dry_clock() { run "$train" $other --dry-run --attention flash $1 && grep '^model clock' "$out"; }
+whole=$(dry_clock "") && [ -n "$whole" ] && [ "$(dry_clock "--documents 0")" = "$whole" ]
+report $? "a dry run has no text, and so no end of a document, whatever token that is"
+
 run "$train" $small --steps 6 --json "$work/a.json" && run "$train" $small --steps 6 --json "$work/b.json"
 series() { sed -n '/"loss"/,/]/p' "$1"; }
 [ -n "$(series "$work/a.json")" ] && [ "$(series "$work/a.json")" = "$(series "$work/b.json")" ]

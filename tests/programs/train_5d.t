@@ -15,8 +15,12 @@ passes "the plan of dp 2, pp 2, tp 2, ZeRO-1, AdamW, then 20 steps beside one de
 grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communication, pp back"' \
     "$work/trace.json"
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
+passes "bf16: 20 steps beside one device, within its error over as many" train_5d --shown 20 --steps 1 \
+    --ranks 2 --layers 2 --pp 1 --tp 2 --dtype bf16
 passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleaved" train_5d $quick --sp \
     --experts 4 --top-k 2 --ep 4 --zero 3 --schedule interleaved --recompute selective
+passes "experts: whole on each rank, hybrid sharding" train_5d --ranks 4 --layers 1 --steps 1 --shown 0 --pp 1 \
+    --tp 1 --experts 4 --zero hybrid --shard-ranks 2
 passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 \
     --top-k 2 \
     --ep 2 --optimizer sgd --lr 0.1
@@ -32,6 +36,8 @@ passes "dp 2, tp 2, ZeRO-R without stages" train_5d --ranks 4 --layers 1 --steps
     --zero-r --recompute full
 passes "experts: balance in f16, where the loss is scaled" train_5d --ranks 2 --layers 1 --steps 1 \
     --shown 0 --pp 1 --tp 1 --hidden 64 --seq 64 --dtype f16 --experts 4 --aux-loss 0.1
+passes "documents, which the plan does not know" train_5d --ranks 2 --layers 1 --steps 1 --shown 0 \
+    --pp 1 --tp 1 --cp 2 --seq 256 --grad-acc 1 --documents 10
 passes "the plan of 80 layers" train_5d --dry-run --layers 80 --ranks 2 --dp 1 --pp 2 --tp 1
 grep -q ' E 0-39 ' "$out" && grep -q ' 40-79 H ' "$out"
 report $? "the plan of 80 layers: each of them is on a rank"
@@ -44,6 +50,10 @@ report $? "with a plan, held-out losses and a sample"
 
 refused "there is one: leave it out, or give --tp 2" train_5d --ranks 4 --tp 1 --sp
 refused "there is one: leave it out, or give --ranks 6 --tp 2" train_5d --ranks 3 --pp 3 --tp 1 --sp
+odd="--ranks 2 --dp 2 --pp 1 --tp 1 --sp --hidden 24"
+refused "or give --ranks 6 --tp 3" train_5d $odd --heads 3 --kv-heads 3 --ffn 9
+refused "or give --ranks 10 --tp 5" train_5d $odd --head-size 8 --heads 30 --kv-heads 5 --ffn 30
+refused "or give --tp and sizes that it divides" train_5d $odd --heads 1 --kv-heads 1
 idle='which has nothing to do here: leave it out, or give'
 refused "--chunks is an option of pipeline, $idle --pp 2" train_5d --pp 1 --chunks 2
 refused "--gather is an option of zero1, $idle --zero 1" train_5d --zero 2 --gather step
@@ -56,7 +66,8 @@ refused "--top-k has an effect only with --experts" train_5d --dry-run --top-k 2
 refused "--fp8-tile 32: --fp8 none scales no tiles" train_5d --dry-run --fp8-tile 32
 refused "--documents 256 is no token of --vocab 256: the last one is 255" train_5d --dry-run --documents 256
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
-refused "--zero hybrid with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
+refused "--zero hybrid with --ep 2: the ranks that hold copies of an expert are not those" train_5d --tp 1 \
+    --zero hybrid --experts 4 --ep 2
 
 passes "each method where messages take longer than what a stage computes" five_d_methods \
     --network-efficiency 0.005
