@@ -7,9 +7,9 @@
 // AdamW needs more than that measure. SGD's steps are in proportion to gradients, and their errors average
 // out over the elements of a weight. AdamW divides by the gradient's own size, m / (sqrt v + eps): where
 // rounding has left nothing of a gradient but a sign, that decides a step of full size. In f32 this is one
-// element in 1e5 or fewer, in f16 one in 1e3. Whether a run has one follows from its gradients; which way it steps there is
-// luck, and the run on one device may come out a hundred times closer to f64 than the next one. So AdamW's
-// error is derived, too, from the run in f64:
+// element in 1e5 or fewer, in f16 one in 1e3. Whether a run has one follows from its gradients; which way it
+// steps there is luck, and the run on one device may come out a hundred times closer to f64 than the next
+// one. So AdamW's error is derived, too, from the run in f64:
 //
 //     e        relative error of a weight's gradient in step 1, measured; at least that of the worst weight
 //              whose gradient is more than noise

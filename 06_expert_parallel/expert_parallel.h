@@ -106,6 +106,12 @@ void router_forward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept 
 void router_backward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor dx,
                      Tensor dweights);
 void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
+
+// ---- router_replay.c: a run that takes another run's experts ----
+
+// In a recorded step: keeps the logits, or replaces kept's choice by that of the run that is followed. bias:
+// of the choice, or {0}.
+void router_replay(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor bias);
 // Of a step that is recorded: where Routing.logits has those of each of this rank's n tokens. NULL: of any
 // other step. The caller frees it.
 int64_t *routing_places(const Model *model, const MicroBatch *micro, int layer, int64_t n);

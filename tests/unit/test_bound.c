@@ -82,15 +82,15 @@ static void sound_runs_are_within_the_bound_whatever_the_seed(void **state) {
     if (!(sum / SEEDS < 5e-4)) fail_msg("a bound of %.3g, on average, proves little", sum / SEEDS);
 }
 
-// The largest weights have 66 elements. In f16 it is luck whether one of them has kept nothing but the sign of
-// its gradient: without the derived part, seed 95 fails.
+// The largest weights have 66 elements. In f16 it is luck whether one of them has kept nothing but the sign
+// of its gradient: without the derived part, seed 95 fails.
 static void small_weights_are_within_the_bound_in_f16(void **state) {
     (void)state;
     enum { FIRST = 91, LAST = 98 };
     double sum = 0, mean;
     for (int64_t seed = FIRST; seed <= LAST; seed++) {
-        Config c = small_config(seed, "layers=2 hidden=11 heads=2 kv-heads=1 head-size=6 ffn=1 seq=8 dtype=f16 "
-                                      "optimizer=adamw lr=0.001 warmup=1");
+        Config c = small_config(seed, "layers=2 hidden=11 heads=2 kv-heads=1 head-size=6 ffn=1 seq=8 "
+                                      "dtype=f16 optimizer=adamw lr=0.001 warmup=1");
         config_set(&c, "loss-scale", 1);
         config_set(&c, "scale", 4096);
         Record plain = run(&c), other = in_another_order(c);
