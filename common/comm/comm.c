@@ -289,6 +289,7 @@ static Place check_identities(int argc, char **argv) {
               r);
     }
     share_cores(here);
+    host_share(here);
     return (Place){comm.rank, comm.ranks, local, here, here == comm.ranks, mine.machine};
 }
 
