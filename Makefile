@@ -277,11 +277,11 @@ $(BUILD)/tests/test_%: $(OBJECTS)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
-# The text that the model reads by default: this book itself.
+# The text that the model reads by default: this book itself. A run that has mapped it keeps the old one.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c \
     tests/unit/*.c))
 	@mkdir -p $(@D)
-	@cat $^ > $@
+	@cat $^ > $@.part && mv $@.part $@
 
 -include $(shell find $(foreach dir,$(sort $(BUILD) $(OBJECTS)),$(dir)/lib $(dir)/main) -name '*.d' \
     2>/dev/null)

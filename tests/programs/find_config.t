@@ -119,8 +119,8 @@ cell() {
         return
     fi
     refuses "--runs refuses $2 in column $1" \
-        "c.csv, line 2: column $1 must be a whole number from 1 to 1e8, and not \"$2\"" $program --runs \
-        "$work/c.csv"
+        "c.csv, line 2: column $1 must be a whole number from 1 to 100000000, and not \"$2\"" $program \
+        --runs "$work/c.csv"
 }
 cell mbs 0
 cell ep 0
@@ -129,4 +129,17 @@ cell gpus_per_node 0
 cell pp 63.5
 cell ep 7 'ep x etp, 7, does not divide dp x cp x tp'
 cell vpp 3 'pp x vpp, 192 stages, is more than 128 layers'
+cell zero 4 'column zero must be a whole number from 0 to 3, and not "4"'
+cell ffn_mats 1e10 'column ffn_mats must be a whole number from 2 to 3, and not "1e10"'
+for number in 1e300 1e-300 nan -1; do
+    cell step_s $number "column step_s must be 0 or a number from 1e-15 to 1e15, and not \"$number\""
+done
+cell dense_layers 129 'dense_layers 129 is more than layers 128'
+cell experts 8 '8 experts need topk and expert_ffn'
+cell gpu $'\e[2J' 'GPU \?\[2J is not known'
+{ sed -n 1,2p $csv; printf '\0\n'; sed -n 3p $csv; } >"$work/d.csv"
+refuses "--runs refuses a table that a zero byte cuts" 'd.csv: it is no text: byte [0-9]+ is a zero$' \
+    $program --runs "$work/d.csv"
+sed -n 1,2p $csv | sed '1s/,seq,/,vocab,/' >"$work/e.csv"
+refused "e.csv: column vocab stands there twice" $program --runs "$work/e.csv"
 finish
