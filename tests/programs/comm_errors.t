@@ -3,6 +3,7 @@
 # needs: build/tests/test_comm
 # A pattern chooses among the scenarios.
 # slow: stops
+# slow: open files
 . "$(dirname "$0")/tap.sh"
 comm=$build/tests/test_comm
 limit=60  # seconds, after which it hangs
@@ -248,6 +249,20 @@ if wanted "a TMPDIR" && unshare -m --propagation private true 2>/dev/null; then
     TMPDIR=$work/tmp/new run "$comm" --scenario header
     [ $? = 0 ] && [ ! -s "$err" ]
     report $? "a TMPDIR that Open MPI makes: $(cat "$err")"
+fi
+# mpirun would hang. Up to the hard limit the launcher asks for more.
+if wanted "open files"; then
+    run bash -c 'ulimit -Sn 40 && exec "$@"' - "$comm" --scenario header
+    [ $? = 0 ] && [ ! -s "$err" ]
+    report $? "open files: a soft limit is raised"
+    wanted "open files" && run bash -c 'ulimit -n 40 && exec "$@"' - "$comm" --scenario header
+    one_line $? -F '4 ranks need mpirun: it opens up to 80 files, and 40 are allowed (ulimit -n)'
+    report $? "open files: a hard limit is told: $(cat "$err")"
+fi
+if wanted "a folder that is gone"; then
+    run bash -c 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"' "$work/gone" "$PWD/$comm" --scenario header
+    one_line $? -F '4 ranks need mpirun: the folder in which it would start is gone'
+    report $? "a folder that is gone: $(cat "$err")"
 fi
 [ "$only" = "*" ] || finish
 

@@ -43,6 +43,9 @@ for program in train grad_accumulation recompute; do
     report $? "and both are there"
 done
 
+run "$build/train" $small --steps 1 --sample 0 --json /dev/full
+one_line $? -F -- '--json /dev/full could not be written whole: No space left on device'
+report $? "a report that does not fit is one sentence"
 # A run that fails leaves an older report alone.
 cp "$work/train.json" "$work/before.json"
 "$build/train" --json "$work/train.json" --data /no/such/file >"$out" 2>&1
