@@ -81,6 +81,10 @@ static void configs_are_read_or_refused_by_key(void **state) {
          0},
         {"rope_scaling", LLAMA3("4.0", "4.0"), "\"low_freq_factor\" 4 is not below \"high_freq_factor\" 4",
          0},
+        {"rope_scaling",
+         "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"low_freq_factor\": 1, "
+         "\"high_freq_factor\": 4, \"original_max_position_embeddings\": 0.5}",
+         "\"original_max_position_embeddings\" is no whole number from 1", 0},
         {"rope_scaling", LLAMA3("1.0", "4.0"), NULL, 500000},
         {"rope_scaling", "\"rope_scaling\": 2", "\"rope_scaling\"", 0},
         {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 7.0, \"rope_type\": \"yarn\"}",
@@ -156,6 +160,20 @@ static void a_config_that_is_no_json_is_refused(void **state) {
     }
 }
 
+// A number that no int64 holds is no length of a sequence.
+static void a_length_beyond_all_numbers_is_left_out(void **state) {
+    (void)state;
+    write_config("use_cache", "\"max_position_embeddings\": 1e300");
+    Run run = run_new("");
+    checkpoint_config(folder, &run.config);
+    run_save(&run, "out");
+    size_t size;
+    char *saved = read_text("out/step-000000/config.json", &size);
+    assert_non_null(strstr(saved, "\"max_position_embeddings\": 7,"));  // --seq
+    free(saved);
+    run_free(&run);
+}
+
 // What a loaded folder says beyond the shape is copied to the folders that are saved.
 static void saving_keeps_what_the_loaded_folder_had(void **state) {
     (void)state;
@@ -199,6 +217,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(configs_are_read_or_refused_by_key),
         IN_A_FOLDER(a_mixtral_has_defaults_of_its_own),
         IN_A_FOLDER(a_config_that_is_no_json_is_refused),
+        IN_A_FOLDER(a_length_beyond_all_numbers_is_left_out),
         IN_A_FOLDER(saving_keeps_what_the_loaded_folder_had),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
