@@ -43,6 +43,12 @@ for program in train grad_accumulation recompute; do
     report $? "and both are there"
 done
 
+# A run that has mapped the text keeps it when make renews it.
+make -s BUILD="$work/b" "$work/b/corpus.txt" >"$out" 2>&1 && ln "$work/b/corpus.txt" "$work/mapped" &&
+    echo mapped >>"$work/mapped" && make -s -B BUILD="$work/b" "$work/b/corpus.txt" >"$out" 2>&1 &&
+    [ "$(tail -n 1 "$work/mapped")" = mapped ] && [ "$(tail -n 1 "$work/b/corpus.txt")" != mapped ] &&
+    [ "$(ls "$work/b")" = corpus.txt ]
+report $? "the default text is replaced, and not rewritten under a run"
 run "$build/train" $small --steps 1 --sample 0 --json /dev/full
 one_line $? -F -- '--json /dev/full could not be written whole: No space left on device'
 report $? "a report that does not fit is one sentence"
