@@ -32,7 +32,8 @@ passes "dp 2, tp 2, ZeRO-R without stages" train_5d --ranks 4 --layers 1 --steps
     --zero-r --recompute full
 # A text that does not change: with one of ten a token of this step has two scores that f16 cannot tell apart.
 passes "experts: balance in f16, where the loss is scaled" train_5d --ranks 2 --layers 1 --steps 1 \
-    --shown 0 --pp 1 --tp 1 --hidden 64 --seq 64 --dtype f16 --experts 4 --aux-loss 0.1 --data LICENSE
+    --shown 0 --pp 1 --tp 1 --hidden 64 --seq 64 --dtype f16 --experts 4 --aux-loss 0.1 \
+    --data tests/fixtures/make_llama_fixture.py
 passes "the plan of 80 layers" train_5d --dry-run --layers 80 --ranks 2 --dp 1 --pp 2 --tp 1
 grep -q ' E 0-39 ' "$out" && grep -q ' 40-79 H ' "$out"
 report $? "the plan of 80 layers: each of them is on a rank"
