@@ -99,8 +99,8 @@ static const char *no_session_folder(int ranks) {
     return error ? why : NULL;
 }
 
-// Why mpirun cannot open as many files as it takes for this many ranks, with which it would hang; NULL if it
-// can. Open MPI 4.1 opens 4 for each rank, and some 32 besides.
+// Why mpirun may not open as many files as it needs for this many ranks; NULL if it may. With fewer it hangs.
+// Open MPI 4.1 opens 4 for each rank, and some 32 besides.
 static const char *too_few_files(int ranks) {
     enum { OWN = 64, EACH = 4 };
     static char why[128];
