@@ -115,9 +115,11 @@ Q := @
 compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
-# The end of a link command: the output gets its name last, or make would take that of an interrupted link for
-# up to date.
-whole = -o $@.part && mv $@.part $@
+# An output gets its name last, or make would take that of an interrupted link for up to date. Two makes at
+# once do not write the same file: $$ is the shell's process number.
+part       = $@.$$$$.part
+whole      = -o $(part) && mv $(part) $@
+archive_of = $(Q)ar rcs $(part) $(1) && mv $(part) $@
 # Keeps a command line in a file, so that a different one rebuilds everything that depends on it. If several
 # makes run at once, as in tests, none removes the file under another.
 hold = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
@@ -256,8 +258,7 @@ $(OBJECTS)/main/%.o: %.c $(OBJECTS)/flags
 $(OBJECTS)/main/tests/unit/%.o: private CFLAGS += $(TEST_OPT)
 
 $(archive): $(parts) $(BUILD)/flags-link
-	@rm -f $@
-	$(Q)ar rcs $@ $(parts)
+	$(call archive_of,$(parts))
 
 $(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(OBJECTS)/main/%.o $(archive)
 	@mkdir -p $(@D)
@@ -278,11 +279,11 @@ $(BUILD)/tests/test_%: $(OBJECTS)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
-# The text that the model reads by default: this book itself.
+# The text that the model reads by default: this book itself. A run that has mapped it keeps the old one.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c \
     tests/unit/*.c))
 	@mkdir -p $(@D)
-	@cat $^ > $@
+	@cat $^ > $(part) && mv $(part) $@
 
 -include $(shell find $(foreach dir,$(sort $(BUILD) $(OBJECTS)),$(dir)/lib $(dir)/main) -name '*.d' \
     2>/dev/null)

@@ -30,11 +30,9 @@ double mean_loss_scale(double labels) { return labels > 0 ? 1 / labels : 0; }
 
 void micro_batches_in_turn(void *context, Model *model, const StepInput *input) {
     (void)context;
-    int64_t tokens = input->b * model->config.seq;  // per micro-batch
     model_begin_step(model, input->micro_batches);
     for (int64_t i = 0; i < input->micro_batches; i++) {
-        MicroBatch micro = micro_batch_new(model, i, input->b, input->tokens + i * tokens,
-                                           input->targets + i * tokens, input->loss_scale[i]);
+        MicroBatch micro = micro_batch_of(model, input, i);
         clock_push("forward");
         model_forward(model, &micro);
         clock_pop();

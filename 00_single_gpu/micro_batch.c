@@ -7,9 +7,10 @@
 
 #include "transformer.h"
 
-static Tensor integers(int64_t count, const int32_t *host) {
+// The part of this number, of `count` integers; host: NULL in a dry run.
+static Tensor integers(int64_t count, const int32_t *host, int part) {
     Tensor t = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(count));
-    tensor_from_host(t, host);
+    tensor_from_host(t, host ? host + part * count : NULL);
     return t;
 }
 
@@ -35,14 +36,13 @@ int64_t config_document_end(const Config *c) {
 }
 
 // The document of each token in b whole sequences; a document includes the token that ends it. A dry run has
-// no text, so no document ends.
+// no tokens, and so no ends.
 static int32_t *documents_new(const Config *c, int64_t b, const int32_t *tokens) {
     int64_t end = config_document_end(c);
     if (end < 0) return NULL;
     int32_t *documents = host_alloc(b * c->seq * sizeof *documents);
     for (int64_t i = 0; i < b * c->seq; i++)
-        documents[i] =
-            i % c->seq == 0 ? 0 : documents[i - 1] + (tokens[i - 1] == end && !device_is_dry_run());
+        documents[i] = i % c->seq == 0 ? 0 : documents[i - 1] + (tokens && tokens[i - 1] == end);
     return documents;
 }
 
@@ -57,23 +57,30 @@ MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32
                         .grad_scale = loss_scale * m->grad_scale,
                         .documents = documents_new(&m->config, b, tokens),
                         .embedding_parts = m->config.tied ? 2 : 1};
-    int32_t *own = host_alloc(3 * n * sizeof *own), *own_targets = own + n, *positions = own + 2 * n;
-    for (int64_t i = 0; i < s && !device_is_dry_run(); i++) {  // a dry run has no memory to copy to
+    // A dry run has no memory to copy to.
+    int32_t *own = device_is_dry_run() ? NULL : host_alloc(3 * n * sizeof *own);
+    for (int64_t i = 0; i < s && own; i++) {
         int64_t position = sockets->tokens.position(sockets->tokens.context, whole, i);
         for (int64_t to = i, at = position; to < n; to += s, at += whole) {
             own[to] = tokens[at];
-            own_targets[to] = targets[at];
-            positions[to] = (int32_t)position;
+            own[n + to] = targets[at];
+            own[2 * n + to] = (int32_t)position;
         }
     }
-    micro.tokens = integers(n, own);
-    micro.targets = integers(n, own_targets);
-    micro.positions = integers(n, positions);
+    micro.tokens = integers(n, own, 0);
+    micro.targets = integers(n, own, 1);
+    micro.positions = integers(n, own, 2);
     free(own);
     micro.loss = loss_new();
     micro.block = calloc(m->config.layers, sizeof *micro.block);
     CHECK(micro.block, "out of host memory for a micro-batch");
     return micro;
+}
+
+MicroBatch micro_batch_of(const Model *m, const StepInput *input, int64_t index) {
+    const int32_t *tokens = input->tokens, *targets = input->targets;
+    if (tokens) tokens += index * input->b * m->config.seq, targets += index * input->b * m->config.seq;
+    return micro_batch_new(m, index, input->b, tokens, targets, input->loss_scale[index]);
 }
 
 void micro_batch_free(Model *m, MicroBatch *micro) {

@@ -61,11 +61,23 @@ bool technique_has_option(const Technique *technique, const char *name) {
     return false;
 }
 
+// Each rank draws its samples from the file that its host has under this name. Only the length is compared:
+// reading all of a large file would take long.
+static void check_same_data(const Data *data, Group world) {
+    double most = comm_max((double)data->count, world), least = -comm_max(-(double)data->count, world);
+    CHECK(most == least,
+          "%s: one rank finds %.0f tokens there, and another %.0f: all hosts need the same file", data->path,
+          most, least);
+}
+
 Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     Trainer *t = host_alloc(sizeof *t);
     *t = (Trainer){.config = *config};
     if (!techniques) techniques = one_device;
-    if (!device_is_dry_run()) t->data = data_open(config->data, config->vocab, config->seq);
+    if (!device_is_dry_run()) {
+        t->data = data_open(config->data, config->vocab, config->seq);
+        check_same_data(&t->data, mesh.world);
+    }
     t->model = model_new(config, mesh);
     const Technique *enabled[MOST_TECHNIQUES], *taken[SOCKETS] = {NULL};
     int count = techniques_on(config, techniques, enabled);
@@ -149,11 +161,10 @@ Batch batch_new(const Trainer *t, int64_t first_sample) {
     const Config *c = &t->config;
     Batch batch = {.first = first_sample, .samples = c->micro_batch * c->grad_acc};
     batch.count = batch.samples * c->seq;
-    batch.tokens = host_alloc(batch.count * sizeof *batch.tokens);
-    batch.targets = host_alloc(batch.count * sizeof *batch.targets);
-    memset(batch.tokens, 0, batch.count * sizeof *batch.tokens);  // a dry run has no text
-    memset(batch.targets, 0, batch.count * sizeof *batch.targets);
-    for (int64_t i = 0; i < batch.samples && t->data.file; i++) {
+    if (device_is_dry_run()) return batch;
+    batch.tokens = host_alloc(2 * batch.count * sizeof *batch.tokens);
+    batch.targets = batch.tokens + batch.count;
+    for (int64_t i = 0; i < batch.samples; i++) {
         int32_t *targets = batch.targets + i * c->seq;
         data_sample(&t->data, c->seed, first_sample + i, false, c->seq, batch.tokens + i * c->seq, targets);
         if (t->masked) data_mask_prompt(c->seed, first_sample + i, c->seq, targets);
@@ -163,7 +174,6 @@ Batch batch_new(const Trainer *t, int64_t first_sample) {
 
 void batch_free(Batch *batch) {
     free(batch->tokens);
-    free(batch->targets);
     *batch = (Batch){0};
 }
 
@@ -173,12 +183,13 @@ static void read_ahead(Trainer *t) {
     Group dp = t->model->mesh.dp;
     int64_t own_samples = t->config.micro_batch * t->config.grad_acc;
     int64_t first = t->progress.sample + dp.rank * own_samples;
-    if (t->ahead.tokens && t->ahead.first == first) return;
+    if (t->ahead.count && t->ahead.first == first) return;
     batch_free(&t->ahead);
     t->ahead = batch_new(t, first);
     // The loss is the mean over the labels of all ranks, so their number must be known first; gradients
-    // then simply add up.
-    t->labels_ahead = comm_sum((double)count_labels(t->ahead.targets, t->ahead.count), dp);
+    // then simply add up. In a dry run every token has one.
+    int64_t labels = t->ahead.targets ? count_labels(t->ahead.targets, t->ahead.count) : t->ahead.count;
+    t->labels_ahead = comm_sum((double)labels, dp);
 }
 
 // The loss is read after the step's backward, but the weights have not changed yet: running the same
@@ -187,10 +198,9 @@ static void read_ahead(Trainer *t) {
 static void explain_bad_loss(Trainer *t, const StepInput *input) {
     Model *m = t->model;
     Group world = m->mesh.world;
-    int64_t tokens = input->b * m->config.seq;
     for (int64_t i = 0; i < input->micro_batches; i++) {
-        MicroBatch micro = micro_batch_new(m, -1, input->b, input->tokens + i * tokens,
-                                           input->targets + i * tokens, input->loss_scale[i]);
+        MicroBatch micro = micro_batch_of(m, input, i);
+        micro.index = -1;  // not training
         double loss = m->sockets.schedule.evaluate(m->sockets.schedule.context, m, &micro);
         const char *bad = isfinite(loss) ? NULL : micro_batch_first_bad(m, &micro);
         int first = world.size - (int)comm_max(bad ? world.size - world.rank : 0, world);

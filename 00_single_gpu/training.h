@@ -96,7 +96,7 @@ typedef const Technique *const *Techniques;
 // One step's samples of this rank on the host: micro_batch x grad_acc of them, from global index `first`.
 typedef struct Batch {
     int64_t first, samples, count;  // count = samples * s
-    int32_t *tokens, *targets;      // (samples, s)
+    int32_t *tokens, *targets;      // (samples, s), in one block; NULL in a dry run, which has no text
 } Batch;
 
 typedef struct Trainer {

@@ -92,7 +92,7 @@ typedef struct MicroBatch {
 // One step's samples of this rank.
 typedef struct StepInput {
     int64_t micro_batches, b;
-    const int32_t *tokens, *targets;  // (micro_batches b, s) host, whole sequences
+    const int32_t *tokens, *targets;  // (micro_batches b, s) host, whole sequences; NULL in a dry run
     const double *loss_scale;         // (micro_batches)
     Tensor loss;                      // (1) f64 on the device: += the losses of this rank's micro-batches
     int64_t *kept_bytes;  // raised to the activation bytes held at the end of a forward; may be NULL
@@ -263,9 +263,12 @@ int64_t model_tokens(const Model *model);
 // The token that ends a document (--documents); -1: a sequence is one document, whatever it holds.
 int64_t config_document_end(const Config *config);
 // A micro-batch of b samples; targets[i] may be IGNORED_LABEL.
-// tokens, targets (b s) host. The caller ends it with micro_batch_free.
+// tokens, targets (b s) host; a dry run reads neither, and they may be NULL. The caller ends it with
+// micro_batch_free.
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
+// The micro-batch with this index of a step.
+MicroBatch micro_batch_of(const Model *model, const StepInput *input, int64_t index);
 void micro_batch_free(Model *model, MicroBatch *micro);
 // A loss of 0: (1) f64 on the device, where it stays until the host needs it.
 Tensor loss_new(void);

@@ -146,10 +146,8 @@ static void run_two(Overlap *o, Two two, const char *mark) {
 enum { ALIVE = 3 };  // micro-batch i stands at i % ALIVE
 
 static MicroBatch *begin_micro_batch(MicroBatch *micro, const Model *m, const StepInput *input, int64_t i) {
-    int64_t tokens = input->b * m->config.seq;
     if (i >= input->micro_batches) return NULL;
-    micro[i % ALIVE] = micro_batch_new(m, i, input->b, input->tokens + i * tokens,
-                                       input->targets + i * tokens, input->loss_scale[i]);
+    micro[i % ALIVE] = micro_batch_of(m, input, i);
     return &micro[i % ALIVE];
 }
 

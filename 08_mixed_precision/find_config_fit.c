@@ -38,7 +38,7 @@ static bool improve(Factors *factors, double *best, Runs *runs, const char *with
             double value = tried.value[i] * exp(sign * step);
             tried.value[i] = fmin(fmax(value, factor_range[i].low), factor_range[i].high);
             double now = loss(&tried, runs, without);
-            if (now > *best - 1e-4) continue;
+            if (!(now <= *best - 1e-4)) continue;  // no number is no gain
             *best = now, *factors = tried, better = true;
         }
     return better;

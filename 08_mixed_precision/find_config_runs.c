@@ -17,6 +17,7 @@
 #include "cost_memory.h"
 #include "files.h"
 #include "find_config.h"
+#include "train/checkpoint.h"
 
 // ---- comma-separated values ----
 
@@ -62,14 +63,15 @@ static const char *text_of(const Table *t, const char *column) {
           column);
 }
 
-// An empty cell gives `standard`.
+// An empty cell gives `standard`. Bounded, so that products and ratios of a few stay finite.
 static double number_of(const Table *t, const char *column, double standard) {
     const char *text = text_of(t, column);
     if (!*text) return standard;
     char *end;
     double number = strtod(text, &end);
-    CHECK(!*end && isfinite(number) && number >= 0, "--runs %s, line %d: %s is no number: \"%s\"", t->path,
-          t->line, column, text);
+    CHECK(!*end && (number == 0 || (number >= 1e-15 && number <= 1e15)),
+          "--runs %s, line %d: column %s must be 0 or a number from 1e-15 to 1e15, and not \"%s\"", t->path,
+          t->line, column, printable(text));
     return number;
 }
 static double needed(const Table *t, const char *column) {
@@ -77,12 +79,15 @@ static double needed(const Table *t, const char *column) {
     CHECK(number > 0, "--runs %s, line %d: column %s must be above 0", t->path, t->line, column);
     return number;
 }
-static int64_t count_of(const Table *t, const char *column, double standard) {
+static int whole_of(const Table *t, const char *column, double standard, int least, int most) {
     double number = number_of(t, column, standard);
-    CHECK(number >= 1 && number <= 1e8 && number == floor(number),
-          "--runs %s, line %d: column %s must be a whole number from 1 to 1e8, and not \"%s\"", t->path,
-          t->line, column, text_of(t, column));
-    return (int64_t)number;
+    CHECK(number >= least && number <= most && number == floor(number),
+          "--runs %s, line %d: column %s must be a whole number from %d to %d, and not \"%s\"", t->path,
+          t->line, column, least, most, printable(text_of(t, column)));
+    return (int)number;
+}
+static int count_of(const Table *t, const char *column, double standard) {
+    return whole_of(t, column, standard, 1, 100000000);
 }
 
 static bool has(const char *text, const char *part) { return strcasestr(text, part) != NULL; }
@@ -103,7 +108,7 @@ static const struct Gpu *gpu_of(const Table *t) {
     for (size_t i = 0; i < sizeof gpus / sizeof *gpus; i++)
         if (has(name, gpus[i].name)) return &gpus[i];
     fatal("--runs %s, line %d: GPU %s is not known; there are A100, A800, H100, H800, H200", t->path,
-          t->line, name);
+          t->line, printable(name));
 }
 
 // "HBM2e 2.4TB/s": bytes/s.
@@ -140,7 +145,7 @@ static CostModel model_of(const Table *t) {
                    .kv_heads = needed(t, "kv_heads"),
                    .head_size = needed(t, "head_dim"),
                    .ffn = needed(t, "ffn"),
-                   .matrices = (int)number_of(t, "ffn_mats", 3),
+                   .matrices = whole_of(t, "ffn_mats", 3, 2, 3),
                    .vocab = needed(t, "vocab"),
                    .seq = needed(t, "seq"),
                    .experts = number_of(t, "experts", 0),
@@ -152,7 +157,7 @@ static CostModel model_of(const Table *t) {
     if (has(latent, "MLA"))
         CHECK(sscanf(latent, "MLA(q_lora%lf,kv_lora%lf,rope%lf)", &m.q_rank, &m.kv_rank, &m.rope_size) == 3,
               "--runs %s, line %d: attn_type must read MLA(q_lora1536,kv_lora512,rope64), not %s", t->path,
-              t->line, latent);
+              t->line, printable(latent));
     return m;
 }
 
@@ -201,18 +206,18 @@ static void recompute_of(const Table *t, Published *r) {
 }
 
 static CostLayout layout_of(const Table *t) {
-    int tp = (int)count_of(t, "tp", 1);
+    int tp = count_of(t, "tp", 1);
     return (CostLayout){.tp = tp,
-                        .cp = (int)count_of(t, "cp", 1),
-                        .pp = (int)count_of(t, "pp", 1),
-                        .dp = (int)count_of(t, "dp", 0),
-                        .ep = (int)count_of(t, "ep", 1),
-                        .etp = (int)count_of(t, "etp", 1),
+                        .cp = count_of(t, "cp", 1),
+                        .pp = count_of(t, "pp", 1),
+                        .dp = count_of(t, "dp", 0),
+                        .ep = count_of(t, "ep", 1),
+                        .etp = count_of(t, "etp", 1),
                         .sp = tp > 1 && has(text_of(t, "sp"), "yes"),
                         .fp8 = has(text_of(t, "precision"), "fp8"),
                         .gather_fp8 = has(text_of(t, "precision_detail"), "fp8 all-gather"),
-                        .zero = (int)number_of(t, "zero", 1),
-                        .chunks = (int)count_of(t, "vpp", 1),
+                        .zero = whole_of(t, "zero", 1, 0, 3),
+                        .chunks = count_of(t, "vpp", 1),
                         .micro_batch = count_of(t, "mbs", 1)};
 }
 
@@ -230,9 +235,16 @@ static void check_run(const Table *t, const Published *r) {
     CHECK((int64_t)l->pp * l->chunks <= r->model.layers,
           "--runs %s, line %d: pp x vpp, %lld stages, is more than %.0f layers", t->path, t->line,
           (long long)l->pp * l->chunks, r->model.layers);
+    const CostModel *m = &r->model;
+    CHECK(m->dense_layers <= m->layers, "--runs %s, line %d: dense_layers %.0f is more than layers %.0f",
+          t->path, t->line, m->dense_layers, m->layers);
+    CHECK(!(m->experts > 0) || (m->top_k > 0 && m->expert_ffn > 0),
+          "--runs %s, line %d: %.0f experts need topk and expert_ffn", t->path, t->line, m->experts);
 }
 
-static void copy_text(char *to, size_t size, const char *from) { snprintf(to, size, "%s", from); }
+static void copy_text(char *to, size_t size, const char *from) {
+    snprintf(to, size, "%s", printable(from));
+}
 
 static Published run_of(const Table *t) {
     const struct Gpu *gpu = gpu_of(t);
@@ -244,7 +256,7 @@ static Published run_of(const Table *t) {
     copy_text(r.series, sizeof r.series, text_of(t, "series"));
     copy_text(r.framework, sizeof r.framework, text_of(t, "framework"));
     copy_text(r.gpu, sizeof r.gpu, gpu->name);
-    r.cluster = (Cluster){(int)count_of(t, "n_gpus", 0), (int)count_of(t, "gpus_per_node", 8),
+    r.cluster = (Cluster){count_of(t, "n_gpus", 0), count_of(t, "gpus_per_node", 8),
                           number_of(t, "inter_gbps_per_gpu", 0) * 1e9 / 8};
     r.power = watts_of(text_of(t, "intra_link"), gpu->watts) / gpu->watts;
     r.peak = machine_peak_flops(&r.machine, BF16);
@@ -271,8 +283,11 @@ Runs runs_read(const char *path) {
     size_t size;
     const char *fault = input_text(path, MOST_BYTES, &t.text, &size);
     CHECK(!fault, "--runs %s: %s", path, fault);
+    CHECK(strlen(t.text) == size, "--runs %s: it is no text: byte %zu is a zero", path, strlen(t.text));
     t.next = t.text;
     t.columns = next_line(&t, t.name);
+    const char *twice = name_twice(t.name, t.columns);
+    CHECK(!twice, "--runs %s: column %s stands there twice", path, printable(twice));
     Runs runs = {NULL, 0};
     for (int cells; (cells = next_line(&t, t.cell)) > 0;) {
         if (cells == 1 && !*t.cell[0]) continue;  // an empty line

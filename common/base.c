@@ -132,6 +132,10 @@ void fatal(const char *format, ...) {
     _exit(STATUS_USAGE);
 }
 
+static int sharers = 1;
+
+void host_share(int ranks) { sharers = ranks; }
+
 // Checks at each large request, and whenever small ones add up to as much: memory is written to soon after.
 static void check_host_memory(size_t bytes) {
     static const size_t look = 64 << 20;
@@ -140,9 +144,11 @@ static void check_host_memory(size_t bytes) {
     if (since < look) return;
     since = 0;
     double left = host_memory_left();
-    CHECK((double)bytes + (double)look < left,
-          "out of host memory: %s more were asked for, and %s are left", bytes_text((double)bytes),
-          bytes_text(left));
+    if ((double)bytes * sharers + (double)look < left) return;
+    char each[64] = "";
+    if (sharers > 1) snprintf(each, sizeof each, " to each of the %d ranks of this machine", sharers);
+    fatal("out of host memory: %s more were asked for, and %s are left%s", bytes_text((double)bytes),
+          bytes_text(left / sharers), each);
 }
 
 void *host_alloc(size_t bytes) {

@@ -62,6 +62,9 @@ void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 // control group has less left than that: Linux would promise the memory, and kill the program once it used
 // it.
 void *host_alloc(size_t bytes);
+// From now on this process is one of so many that ask for the same memory at the same time: the ranks of
+// this machine.
+void host_share(int ranks);
 // Bytes that the machine and this process's control groups have left, counting as free the memory that only
 // caches files; INFINITY if not known.
 double host_memory_left(void);

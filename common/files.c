@@ -23,6 +23,26 @@ const char *fault_text(const char *format, ...) {
     return sentence;
 }
 
+// How many bytes the character has that begins here, or 0: too few follow, it is a surrogate, beyond the last
+// one, or written longer than it needs.
+static int utf8_length(const unsigned char *c) {
+    static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
+    int length = *c < 0x80 ? 1 : *c < 0xc0 ? 0 : *c < 0xe0 ? 2 : *c < 0xf0 ? 3 : *c < 0xf8 ? 4 : 0;
+    uint32_t code = length > 1 ? *c & (0x7f >> length) : *c;
+    for (int i = 1; i < length; i++) {
+        if ((c[i] & 0xc0) != 0x80) return 0;
+        code = code << 6 | (c[i] & 0x3f);
+    }
+    return code < least[length] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000) ? 0 : length;
+}
+
+void make_utf8(char *text) {
+    for (int length; *text; text += length ? length : 1) {
+        length = utf8_length((const unsigned char *)text);
+        if (!length) *text = '?';
+    }
+}
+
 // ---- writing ----
 
 // The file that a name leads to through symbolic links, even if it does not exist yet. The caller frees it.

@@ -11,6 +11,10 @@ extern "C" {
 // The sentence that says what is wrong, for a function that returns it. It lasts until the next one.
 const char *fault_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
+// Puts a '?' in place of each byte that is not part of UTF-8, which JSON and SVG are written in: a path may
+// have any.
+void make_utf8(char *text);
+
 // ---- writing what a flag names: --json FILE, --trace FILE, pictures ---- A regular file is written under
 // another name in the same folder and renamed when it is complete, so that a full disk or a killed run
 // leaves an older file as it was; symbolic links are followed. Anything else (a device, a FIFO,

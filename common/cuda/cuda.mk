@@ -158,8 +158,7 @@ cpu_parts := $(OBJECTS)/lib/common/tensor/ops_cpu.o $(OBJECTS)/lib/common/tensor
 emulator  := $(filter %.cc.o,$(cuda_parts)) \
              $(filter $(OBJECTS)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
 $(BUILD)/libcuda_on_cpu.a: $(emulator)
-	@rm -f $@
-	$(Q)ar rcs $@ $^
+	$(call archive_of,$^)
 
 of_both   := $(filter $(BUILD)/tests/test_ops_cuda%,$(cc_tests))
 $(filter-out $(of_both),$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o \

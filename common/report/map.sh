@@ -4,6 +4,7 @@
 # is no row, and X_backward, X_tensor, X_tensor_backward and X_fp8 share X's.
 #
 # map.sh core: the files of common/ instead, each with the first sentence of its purpose comment.
+export LC_ALL=C  # the order of names is the same everywhere
 
 # sentence FILE: what a file's purpose comment says after its name, up to the first full stop.
 sentence() {

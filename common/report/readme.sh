@@ -11,6 +11,7 @@
 # `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these,
 # the blocks above and the claims; `pages` all but the benchmarks. PAGES is a folder with copies of the
 # pages to write to instead (tests/programs/readme.t).
+export LC_ALL=C
 build=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
 pages=${PAGES:-.}

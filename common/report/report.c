@@ -81,9 +81,13 @@ static cJSON *json_root(void) {
     return report.json;
 }
 
-static void write_json(const char *file) {
+// Once: where this fails, the sentence that says so is not written there either.
+static void write_json(void) {
+    const char *file = report.file_name;
+    report.file_name = NULL;
     char *json = cJSON_Print(json_root());
     CHECK(json, "out of host memory for --json %s", file);
+    make_utf8(json);
     FILE *out = output_open("--json", file);
     fprintf(out, "%s\n", json);
     output_close(out, "--json", file);
@@ -111,7 +115,7 @@ static void write_ended(const char *sentence) {
     if (!report.stepped && !report.json && stat(report.file_name, &earlier) == 0 && earlier.st_size > 0)
         return;
     put_verdict("ENDED", sentence, report_evidence());
-    write_json(report.file_name);
+    write_json();
 }
 
 void report_json(const char *file) {
@@ -488,7 +492,7 @@ int report_verdict(const char *format, ...) {
     const char *reason = !pass ? report.first_failure : coarse ? report.coarse : text;
     const char *evidence = report_evidence();
     put_verdict(status, reason, evidence);
-    if (report.file_name && base_rank() == 0) write_json(report.file_name);
+    if (report.file_name && base_rank() == 0) write_json();
     const char *shown = colored(status, pass && !coarse ? COLOR_GREEN : pass ? COLOR_YELLOW : COLOR_RED);
     if (pass && !coarse)
         say("%s %s: %s%s%s%s", shown, base_program(), text, evidence[0] ? " (" : "", evidence,

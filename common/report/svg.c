@@ -2,6 +2,7 @@
 #include "svg.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "files.h"
@@ -20,8 +21,15 @@ void svg_close(FILE *svg, const char *flag, const char *file) {
     output_close(svg, flag, file);
 }
 
-// A bold letter is 0.7 of its height wide or less.
+// A bold letter is 0.7 of its height wide or less. The name of a model may be a path, with any characters.
 void svg_title(FILE *svg, int x, double width, const char *title) {
-    fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", x,
-            fmin(15, width / (0.7 * (double)strlen(title))), title);
+    char *text = format_text("%s", title);
+    make_utf8(text);
+    fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>", x,
+            fmin(15, width / (0.7 * (double)strlen(title))));
+    for (const char *c = text; *c; c++)
+        if (*c == '&' || *c == '<') fputs(*c == '&' ? "&amp;" : "&lt;", svg);
+        else if ((unsigned char)*c >= ' ') putc(*c, svg);
+    fprintf(svg, "</text>\n");
+    free(text);
 }

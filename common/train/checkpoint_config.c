@@ -110,6 +110,9 @@ static void read_llama3(const ConfigFile *config, const cJSON *json, Rope *rope)
     rope->low = need_positive(config, json, "low_freq_factor");
     rope->high = need_positive(config, json, "high_freq_factor");
     rope->original = need_positive(config, json, "original_max_position_embeddings");
+    CHECK(rope->original == floor(rope->original) && rope->original <= INT32_MAX,
+          "%s: \"original_max_position_embeddings\" is no whole number from 1 to %d", config->path,
+          INT32_MAX);
     CHECK(rope->low < rope->high, "%s: \"low_freq_factor\" %g is not below \"high_freq_factor\" %g",
           config->path, rope->low, rope->high);
 }
@@ -299,9 +302,9 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
         [F64] = "float64", [F32] = "float32", [BF16] = "bfloat16", [F16] = "float16"};
     cJSON *json = kept.config ? cJSON_Duplicate(kept.config, true) : cJSON_CreateObject();
     const cJSON *longest = cJSON_GetObjectItemCaseSensitive(json, "max_position_embeddings");
-    int64_t positions = cJSON_IsNumber(longest) && longest->valuedouble > (double)c->seq
-                            ? (int64_t)longest->valuedouble
-                            : c->seq;
+    bool longer = cJSON_IsNumber(longest) && longest->valuedouble > (double)c->seq &&
+                  longest->valuedouble <= INT32_MAX;
+    int64_t positions = longer ? (int64_t)longest->valuedouble : c->seq;
     const char *architecture = c->experts ? "MixtralForCausalLM" : "LlamaForCausalLM";
     put_default(json, "architectures", cJSON_CreateStringArray(&architecture, 1));
     put_default(json, "model_type", cJSON_CreateString(c->experts ? "mixtral" : "llama"));

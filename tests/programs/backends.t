@@ -43,7 +43,7 @@ make -n OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME="$work/nccl" CUDA_ARCH=80 
     BUILD="$work/build" programs \
     >"$out" 2>"$err"
 report $? "a toolkit here and NCCL there fit together"
-link=$(grep -m 1 -e '-o [^ ]*/train.part ' "$out")
+link=$(grep -m 1 -e '-o [^ ]*/train[^ ]*.part ' "$out")
 grep -q " $work/nccl/lib/libnccl.so.2 " <<<"$link" && grep -q -e "-Wl,-rpath,$work/nccl/lib" <<<"$link" &&
     grep -q -e "-Wl,-rpath,$kit/lib64" <<<"$link"
 report $? "the programs find both when they start"

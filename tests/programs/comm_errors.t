@@ -3,6 +3,7 @@
 # needs: build/tests/test_comm
 # A pattern chooses among the scenarios.
 # slow: stops
+# slow: open files
 . "$(dirname "$0")/tap.sh"
 comm=$build/tests/test_comm
 limit=60  # seconds, after which it hangs
@@ -26,6 +27,8 @@ ends root 2 'broadcast\(1024 f32 from rank 1\)'
 ends op 2 'all_reduce\(1024 f32 max\)'
 ends dtype 2 'all_reduce\(1024 bf16\)'
 ends count 2 'all_reduce\(1023 f32\)'
+host_count='all_reduce\(2 f64 on the host\) where rank . called all_reduce\(100 |\(100 f64 on .* where rank 2'
+ends host-count 2 "$host_count" --trust-calls
 ends parts 2 'split in other parts'
 ends all-to-all 2 'all_to_all\('
 ends order 2 'in group (red|blue) where rank . called all_reduce\(.*\) in group (red|blue)'
@@ -248,6 +251,20 @@ if wanted "a TMPDIR" && unshare -m --propagation private true 2>/dev/null; then
     TMPDIR=$work/tmp/new run "$comm" --scenario header
     [ $? = 0 ] && [ ! -s "$err" ]
     report $? "a TMPDIR that Open MPI makes: $(cat "$err")"
+fi
+# mpirun would hang. Up to the hard limit the launcher asks for more.
+if wanted "open files"; then
+    run bash -c 'ulimit -Sn 40 && exec "$@"' - "$comm" --scenario header
+    [ $? = 0 ] && [ ! -s "$err" ]
+    report $? "open files: a soft limit is raised"
+    wanted "open files" && run bash -c 'ulimit -n 40 && exec "$@"' - "$comm" --scenario header
+    one_line $? -F '4 ranks need mpirun: it opens up to 80 files, and 40 are allowed (ulimit -n)'
+    report $? "open files: a hard limit is told: $(cat "$err")"
+fi
+if wanted "a folder that is gone"; then
+    run bash -c 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"' "$work/gone" "$PWD/$comm" --scenario header
+    one_line $? -F '4 ranks need mpirun: the folder in which it would start is gone'
+    report $? "a folder that is gone: $(cat "$err")"
 fi
 [ "$only" = "*" ] || finish
 

@@ -39,7 +39,16 @@ if unshare -m --propagation private true 2>/dev/null; then
     wanted "ranks share memory" && with_180_MB ddp_naive --ranks 24 $wide
     one_line $? -F -- '--ranks 24 does not fit: a rank takes 8.39 MB of memory or more, and 184 MB are left'
     report $? "ranks share memory: 24 are not even started"
+    # Rank 1 finds another text under the same name, as on another host.
+    if wanted "ranks that find other data"; then
+        head -c 100000 "$build/../corpus.txt" >"$work/text" && head -c 99999 "$work/text" >"$work/shorter"
+        by_mpirun -n 2 unshare -m --propagation private \
+            sh -c '[ $OMPI_COMM_WORLD_RANK = 0 ] || mount --bind "$0" "$1" && shift && exec "$@"' \
+            "$work/shorter" "$work/text" "$build/ddp_naive" --data "$work/text" $wide
+        one_line $status -F "text: one rank finds 100000 tokens there, and another 99999: all hosts need"
+        report $? "ranks that find other data: $(cat "$err")"
+    fi
 else
-    echo "# not checked: how ranks share memory: no private mounts here"
+    echo "# not checked: how ranks share memory, other data: no private mounts here"
 fi
 finish

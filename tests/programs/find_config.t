@@ -68,7 +68,25 @@ grep -q '^8 experts of f=14336, top 1' "$out"
 report $? "the command of the best layout: a preset that flags have changed, and its experts"
 same_layout "DeepSeek's" "L=2 h=7168" --model deepseek-v3 --layers 2 --experts 16 --routed-scale 1.5 \
     --seq 512 --gpus 4 --batch-tokens 8K
+long="--layers 8 --gpus 1 --batch-tokens 64K --seq 32768"
+same_layout "one that recomputes" "L=8 h=4096 .* s=32768" $long
+if wanted "what costs most"; then
+    run "$build/$program" $long && grep -qE '% +[0-9]+% recomputes: tp or pp for memory$' "$out"
+    report $? "what costs most of one that recomputes"
+fi
 passes "64 GPUs" $program --json "$work/64.json"
+# Llama 3 8B's FLOPs of 1,024 sequences of 4096, counted here, over what 64 H100 could compute in that time.
+if wanted "64 GPUs: MFU"; then
+    python3 -c 'import json, sys
+h, f, v, s, layers, heads, d = 4096, 14336, 128256, 4096, 32, 32, 128
+weights = layers * (2 * h * h + 2 * h * 8 * d + 3 * h * f) + v * h
+flops = 1024 * (6 * s * weights + 12 * d * heads * layers * s * (s + 1) / 2)
+for name, layout in json.load(open(sys.argv[1]))["numbers"].items():
+    if not name.startswith("layout"): continue
+    mfu = flops / 64 / layout["step"]["value"] / 989e12
+    assert abs(layout["mfu"]["value"] / mfu - 1) < 1e-6, (name, mfu)' "$work/64.json" 2>"$err"
+    report $? "64 GPUs: MFU is the share of the peak that the model needs"
+fi
 grep -A 1 '"recompute"' "$work/64.json" 2>/dev/null |
     sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u >"$err"
 grep -qx 0 "$err" && ! grep -qx 1 "$err"
@@ -119,8 +137,8 @@ cell() {
         return
     fi
     refuses "--runs refuses $2 in column $1" \
-        "c.csv, line 2: column $1 must be a whole number from 1 to 1e8, and not \"$2\"" $program --runs \
-        "$work/c.csv"
+        "c.csv, line 2: column $1 must be a whole number from 1 to 100000000, and not \"$2\"" $program \
+        --runs "$work/c.csv"
 }
 cell mbs 0
 cell ep 0
@@ -129,4 +147,17 @@ cell gpus_per_node 0
 cell pp 63.5
 cell ep 7 'ep x etp, 7, does not divide dp x cp x tp'
 cell vpp 3 'pp x vpp, 192 stages, is more than 128 layers'
+cell zero 4 'column zero must be a whole number from 0 to 3, and not "4"'
+cell ffn_mats 1e10 'column ffn_mats must be a whole number from 2 to 3, and not "1e10"'
+for number in 1e300 1e-300 nan -1; do
+    cell step_s $number "column step_s must be 0 or a number from 1e-15 to 1e15, and not \"$number\""
+done
+cell dense_layers 129 'dense_layers 129 is more than layers 128'
+cell experts 8 '8 experts need topk and expert_ffn'
+cell gpu $'\e[2J' 'GPU \?\[2J is not known'
+{ sed -n 1,2p $csv; printf '\0\n'; sed -n 3p $csv; } >"$work/d.csv"
+refuses "--runs refuses a table that a zero byte cuts" 'd.csv: it is no text: byte [0-9]+ is a zero$' \
+    $program --runs "$work/d.csv"
+sed -n 1,2p $csv | sed '1s/,seq,/,vocab,/' >"$work/e.csv"
+refused "e.csv: column vocab stands there twice" $program --runs "$work/e.csv"
 finish

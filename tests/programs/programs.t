@@ -43,6 +43,15 @@ for program in train grad_accumulation recompute; do
     report $? "and both are there"
 done
 
+# A run that has mapped the text keeps it when make renews it.
+make -s BUILD="$work/b" "$work/b/corpus.txt" >"$out" 2>&1 && ln "$work/b/corpus.txt" "$work/mapped" &&
+    echo mapped >>"$work/mapped" && make -s -B BUILD="$work/b" "$work/b/corpus.txt" >"$out" 2>&1 &&
+    [ "$(tail -n 1 "$work/mapped")" = mapped ] && [ "$(tail -n 1 "$work/b/corpus.txt")" != mapped ] &&
+    [ "$(ls "$work/b")" = corpus.txt ]
+report $? "the default text is replaced, and not rewritten under a run"
+run "$build/train" $small --steps 1 --sample 0 --json /dev/full
+one_line $? -F -- '--json /dev/full could not be written whole: No space left on device'
+report $? "a report that does not fit is one sentence"
 # A run that fails leaves an older report alone.
 cp "$work/train.json" "$work/before.json"
 "$build/train" --json "$work/train.json" --data /no/such/file >"$out" 2>&1
@@ -76,7 +85,11 @@ done
 timeout 60 "$build/train" $small --steps 1000000000 2>"$out" | head -n 1 >/dev/null
 [ ${PIPESTATUS[0]} = 141 ] && [ ! -s "$out" ]
 report $? "a run whose output nobody reads any more ends at once"
-timeout 60 "$build/train" $small --dry-run --micro-batch 100000 --grad-acc 1000000 --steps 2 >"$out" 2>&1
-[ $? = 2 ] && grep -q 'out of host memory: 5.20 TB more were asked for' "$out"
+# 10 TB of tokens and labels in a step, of which a dry run holds none.
+large="${small% --seq*} --seq 2000 --dry-run --micro-batch 1000000 --grad-acc 600 --steps 2"
+(ulimit -v 4000000; run "$build/train" $large) && grep -q '^PASS' "$out"
+report $? "a dry run holds no tokens"
+(ulimit -v 4000000; run "$build/train" $large --documents 0)
+one_line $? -F 'out of host memory: 8.00 GB more were asked for'
 report $? "a dry run of an absurd size ends with a sentence"
 finish

@@ -1,5 +1,6 @@
 #!/bin/bash
-# suite.t: what tests/run shows of TAP programs that fail or are left out, and how it counts them. TAP.
+# suite.t: what tests/run shows of TAP programs that fail or are left out, and how it counts them; what
+# tests/recipes takes for a refusal. TAP.
 # needs: build/corpus.txt
 . "$(dirname "$0")/tap.sh"
 log=$work/log failures=$work/failures passed=0 failed=0
@@ -29,4 +30,20 @@ report $? "a program that ran fewer tests than it planned is one more failure, a
 # cmocka's own skip() prints "not ok N # SKIP", which prove counts as red, and gives no reason.
 ! grep -nw 'skip();' tests/unit/* >"$out"
 report $? "no unit test calls cmocka's skip()"
+
+# ended STATUS WORD LINE…: tests/recipes ends so, and has this word for a program that prints these lines and
+# ends with status 2.
+mkdir "$work/08_mixed_precision"
+ended() {
+    local status=$1 word=$2
+    shift 2
+    printf '%s\n' '#!/bin/sh' "printf '%s\\n' ${*@Q}" 'exit 2' >"$work/08_mixed_precision/fp8"
+    chmod +x "$work/08_mixed_precision/fp8"
+    BUILD=$work run tests/recipes
+    [ $? = $status ] && [ "$(grep -ow 'refused\|FAILED\|ok' "$out" | sort -u)" = $word ]
+}
+ended 0 refused 'fp8: --tp 2 does not fit'
+report $? "tests/recipes: flags that are refused before the run"
+ended 1 FAILED 'L=2 h=64' 'fp8: step 2: --data has gone'
+report $? "tests/recipes: a run that ends with a sentence has failed"
 finish

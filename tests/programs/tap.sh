@@ -11,7 +11,7 @@
 # all programs. With MUTANT set (tests/mutants/run) that has been built, and the first red is enough.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
-export OMP_WAIT_POLICY=passive
+export OMP_WAIT_POLICY=passive LC_ALL=C  # one order of names, one form of numbers and of warnings
 build=${BUILD:-build}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

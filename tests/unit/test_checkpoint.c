@@ -139,6 +139,9 @@ static void newest_is_the_largest_step(void **state) {
         assert_int_equal(mkdir(path, 0777), 0);
         free(path);
     }
+    char *command = format_text("cp %s/step-000009/* %s/step-3000000.old", dir, dir);
+    assert_int_equal(system(command), 0);
+    free(command);
     char *newest = checkpoint_newest(dir), *itself = checkpoint_newest(newest);
     assert_string_equal(strrchr(newest, '/'), "/step-1000000");
     assert_string_equal(newest, itself);
@@ -254,6 +257,11 @@ static void counts_that_would_overflow_are_refused(void **state) {
     edit_state("sample", "9223372036854775807");
     expect_refusal(load_optimizer, &(Load){&run, "out"},
                    "sample is 9223372036854775807, and no run has more");
+    run.progress.sample = 8;
+    run.optimizer.step = -1;
+    run_save(&run, "out");
+    expect_refusal(load_optimizer, &(Load){&run, "out"},
+                   "step, sample and optimizer_step must not be negative");
     run_free(&run);
 }
 

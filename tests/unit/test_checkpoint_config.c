@@ -79,6 +79,12 @@ static void configs_are_read_or_refused_by_key(void **state) {
          "a RoPE of type \"llama3\" does not say \"low_freq_factor\"", 0},
         {"rope_scaling", LLAMA3("4.0", "1.0"), "\"low_freq_factor\" 4 is not below \"high_freq_factor\" 1",
          0},
+        {"rope_scaling", LLAMA3("4.0", "4.0"), "\"low_freq_factor\" 4 is not below \"high_freq_factor\" 4",
+         0},
+        {"rope_scaling",
+         "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"low_freq_factor\": 1, "
+         "\"high_freq_factor\": 4, \"original_max_position_embeddings\": 0.5}",
+         "\"original_max_position_embeddings\" is no whole number from 1", 0},
         {"rope_scaling", LLAMA3("1.0", "4.0"), NULL, 500000},
         {"rope_scaling", "\"rope_scaling\": 2", "\"rope_scaling\"", 0},
         {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 7.0, \"rope_type\": \"yarn\"}",
@@ -87,6 +93,7 @@ static void configs_are_read_or_refused_by_key(void **state) {
          0},
         {"rope_theta", "\"rope_theta\": -1", "\"rope_theta\" is no positive number", 0},
         {"rms_norm_eps", "\"rms_norm_eps\": \"1e-5\"", "\"rms_norm_eps\" is no positive number", 0},
+        {"rms_norm_eps", "\"rms_norm_eps\": 1e999", "\"rms_norm_eps\" is no positive number", 0},
         {"head_dim", "\"head_dim\": 8", NULL, 0},
         {"head_dim", "\"head_dim\": 7", "a head of 7 is odd, and RoPE turns pairs", 0},
         {"head_dim", "\"head_dim\": 0", "\"head_dim\" is no whole number", 0},
@@ -127,6 +134,21 @@ static void configs_are_read_or_refused_by_key(void **state) {
     }
 }
 
+// What transformers assumes of a Mixtral that does not say it.
+static void a_mixtral_has_defaults_of_its_own(void **state) {
+    (void)state;
+    static const char text[] =
+        "{\"model_type\": \"mixtral\", \"hidden_size\": 64, \"intermediate_size\": 5, "
+        "\"num_hidden_layers\": 2, \"num_attention_heads\": 16, \"vocab_size\": 11}";
+    write_text("config.json", text, strlen(text));
+    Config c = config_default("");
+    checkpoint_config(folder, &c);
+    assert_int_equal(c.kv_heads, 8);
+    assert_int_equal(c.experts, 8);
+    assert_int_equal(c.top_k, 2);
+    assert_true(c.norm_eps == 1e-5 && c.rope.theta == 1e6 && !c.tied);
+}
+
 static void a_config_that_is_no_json_is_refused(void **state) {
     (void)state;
     Config c = config_default("");
@@ -138,6 +160,20 @@ static void a_config_that_is_no_json_is_refused(void **state) {
     }
 }
 
+// A number that no int64 holds is no length of a sequence.
+static void a_length_beyond_all_numbers_is_left_out(void **state) {
+    (void)state;
+    write_config("use_cache", "\"max_position_embeddings\": 1e300");
+    Run run = run_new("");
+    checkpoint_config(folder, &run.config);
+    run_save(&run, "out");
+    size_t size;
+    char *saved = read_text("out/step-000000/config.json", &size);
+    assert_non_null(strstr(saved, "\"max_position_embeddings\": 7,"));  // --seq
+    free(saved);
+    run_free(&run);
+}
+
 // What a loaded folder says beyond the shape is copied to the folders that are saved.
 static void saving_keeps_what_the_loaded_folder_had(void **state) {
     (void)state;
@@ -145,7 +181,8 @@ static void saving_keeps_what_the_loaded_folder_had(void **state) {
         "{\"model_type\": \"llama\", \"hidden_size\": 12, \"intermediate_size\": 5, "
         "\"num_hidden_layers\": 2, \"num_attention_heads\": 6, \"num_key_value_heads\": 2, "
         "\"vocab_size\": 11, \"hidden_act\": \"swish\", \"max_position_embeddings\": 4096, "
-        "\"eos_token_id\": [7, 9], \"dtype\": \"float16\"}";
+        "\"eos_token_id\": [7, 9], \"dtype\": \"float16\", "
+        "\"rope_parameters\": {\"rope_theta\": 700.0, \"rope_type\": \"default\"}}";
     static const char generation[] = "{\"temperature\": 0.6}\n";
     write_text("config.json", config, strlen(config));
     write_text("generation_config.json", generation, strlen(generation));
@@ -155,10 +192,12 @@ static void saving_keeps_what_the_loaded_folder_had(void **state) {
     size_t size;
     char *saved = read_text("out/step-000000/config.json", &size);
     static const char *const parts[] = {"\"max_position_embeddings\": 4096", "\"eos_token_id\": [7,9]",
-                                        "\"torch_dtype\": \"float32\"", "\"hidden_act\": \"silu\""};
+                                        "\"torch_dtype\": \"float32\"", "\"hidden_act\": \"silu\"",
+                                        "\"rope_theta\": 700.0"};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (!strstr(saved, parts[i])) fail_msg("%s is not in %s", parts[i], saved);
     assert_null(strstr(saved, "float16"));
+    assert_null(strstr(saved, "rope_parameters"));
     free(saved);
     saved = read_text("out/step-000000/generation_config.json", &size);
     assert_string_equal(saved, generation);
@@ -176,7 +215,9 @@ int main(int argc, char **argv) {
     omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
     const struct CMUnitTest tests[] = {
         IN_A_FOLDER(configs_are_read_or_refused_by_key),
+        IN_A_FOLDER(a_mixtral_has_defaults_of_its_own),
         IN_A_FOLDER(a_config_that_is_no_json_is_refused),
+        IN_A_FOLDER(a_length_beyond_all_numbers_is_left_out),
         IN_A_FOLDER(saving_keeps_what_the_loaded_folder_had),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -11,7 +11,9 @@
 
 static char calls[4096];       // "fsync model.safetensors, rename, …" since recording began
 static bool watching, simple;  // simple: a file system that cannot exchange names or flush folders
-static int fsync_fails = -1;   // so many succeed before one fails; -1: none does
+// So many succeed before one fails; -1: none does.
+static int fsync_fails = -1, rename_fails = -1, pwrite_fails = -1;
+static size_t piece = SIZE_MAX;  // bytes that a write takes at most, as Linux takes 2 GB
 
 static void note(const char *call, const char *path) {
     const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
@@ -33,8 +35,21 @@ int fsync(int file) {
     return (int)syscall(SYS_fsync, file);
 }
 
+static bool fails(int *after) {
+    bool now = *after == 0;
+    if (*after >= 0) --*after;
+    if (now) errno = EIO;
+    return now;
+}
+
+ssize_t pwrite(int file, const void *bytes, size_t size, off_t at) {
+    if (fails(&pwrite_fails)) return -1;
+    return syscall(SYS_pwrite64, file, bytes, size < piece ? size : piece, at);
+}
+
 int rename(const char *from, const char *to) {
     note("rename to", to);
+    if (fails(&rename_fails)) return -1;
     return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
 }
 
@@ -163,6 +178,46 @@ static void a_flush_that_fails_leaves_older_checkpoints_intact(void **state) {
     run_free(&next);
 }
 
+static void assert_same_file(const char *name) {
+    size_t size, other;
+    char *a = format_text("out/step-000001/%s", name), *b = format_text("pieces/step-000001/%s", name);
+    char *whole = read_text(a, &size), *in_pieces = read_text(b, &other);
+    assert_int_equal(size, other);
+    assert_memory_equal(whole, in_pieces, size);
+    free(a), free(b), free(whole), free(in_pieces);
+}
+
+static void writes_that_take_a_part_at_a_time_write_all(void **state) {
+    (void)state;
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    run_save(&run, "out");
+    piece = 100;
+    run_save(&run, "pieces");
+    piece = SIZE_MAX;
+    assert_same_file("model.safetensors");
+    assert_same_file("optimizer.safetensors");
+    run_free(&run);
+}
+
+// Of the headers, and of tensors: what is written after it hides nothing.
+static void one_write_that_fails_leaves_older_checkpoints_intact(void **state) {
+    (void)state;
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    run_save(&run, "out");
+    Run next = run_resume("out", "dtype=bf16");
+    run_step(&next);
+    for (int i = 0; i < 12; i++) {
+        pwrite_fails = i;
+        expect_refusal(save_again, &next, "Input/output error; the checkpoint of step 2 is not saved");
+        assert_only_step("step-000001", &run);
+    }
+    pwrite_fails = -1;
+    run_free(&run);
+    run_free(&next);
+}
+
 // If a checkpoint with that name exists, it is replaced: in one exchange or, on simple file systems, in two
 // steps. A folder that contains a foreign file is left alone.
 static void a_checkpoint_of_the_same_step_is_replaced(void **state) {
@@ -193,6 +248,24 @@ static void a_checkpoint_of_the_same_step_is_replaced(void **state) {
         run_free(&new);
     }
     simple = false;
+}
+
+// On a simple file system the older one is set aside, and the new one does not get its name.
+static void a_replacement_that_fails_brings_the_older_one_back(void **state) {
+    (void)state;
+    Run old = run_new("dtype=bf16"), new = run_new("dtype=bf16");
+    old.progress.sample = 600;  // other gradients
+    run_step(&old);
+    run_step(&new);
+    run_save(&old, "out");
+    simple = true;
+    rename_fails = 2;  // the third: new to its name, old aside, new to its name
+    expect_refusal(save_again, &new, "Input/output error; the checkpoint of step 1 is not saved");
+    rename_fails = -1;
+    simple = false;
+    assert_only_step("step-000001", &old);
+    run_free(&old);
+    run_free(&new);
 }
 
 static void start_in_out(void *run) {
@@ -266,6 +339,10 @@ static void experts_and_recipes_make_another_run(void **state) {
         if (!config_has(&c, "documents")) config_set(&c, "documents", -1);  // none: whole sequences
         assert_true(checkpoint_identity(&c, progress) == run[i]);
     }
+    Config c = config_default("");
+    assert_true(checkpoint_identity(&c, (Progress){.batch = 24, .data = 1}) != run[0]);
+    c.rope.factor = 8;
+    assert_true(checkpoint_identity(&c, progress) != run[0]);
 }
 
 // What another run with these flags recorded, and the sentence that this run gets.
@@ -332,7 +409,10 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(new_folders_are_on_the_disk),
         IN_A_FOLDER(a_full_disk_leaves_older_checkpoints_intact),
         IN_A_FOLDER(a_flush_that_fails_leaves_older_checkpoints_intact),
+        IN_A_FOLDER(writes_that_take_a_part_at_a_time_write_all),
+        IN_A_FOLDER(one_write_that_fails_leaves_older_checkpoints_intact),
         IN_A_FOLDER(a_checkpoint_of_the_same_step_is_replaced),
+        IN_A_FOLDER(a_replacement_that_fails_brings_the_older_one_back),
         IN_A_FOLDER(a_folder_of_another_run_is_left_alone),
         cmocka_unit_test(experts_and_recipes_make_another_run),
         cmocka_unit_test(what_a_run_changes_is_told),

@@ -53,6 +53,20 @@ static void transposed_weights_are_refused(void **state) {
     run_free(&run);
 }
 
+// Integers of as many bytes.
+static void weights_of_a_dtype_that_is_none_of_weights_are_refused(void **state) {
+    (void)state;
+    Run run = run_new("");
+    run_save(&run, "out");
+    size_t size;
+    char *text = read_text("out/step-000000/model.safetensors", &size), *dtype;
+    while ((dtype = memmem(text, size, "\"F32\"", 5))) memcpy(dtype, "\"I32\"", 5);
+    write_text("out/step-000000/model.safetensors", text, size);
+    free(text);
+    expect_refusal(load_weights, &(Load){&run, "out"}, "is stored as i32; weights are read from f64");
+    run_free(&run);
+}
+
 static void read_zeros(void *context, int tensor, uint8_t *bytes) {
     const SafeTensors *file = context;
     memset(bytes, 0, file->tensor[tensor].bytes);
@@ -166,6 +180,7 @@ static void weights_in_several_files_load(void **state) {
         {"{}", "has no \"weight_map\""},
         {"{\"weight_map\": {\"a\": \"../model.safetensors\"}}",
          "names ../model.safetensors, which is no file beside it"},
+        {"{\"weight_map\": {\"a\": \"/etc/passwd\"}}", "names /etc/passwd, which is no file beside it"},
         {"{\"weight_map\": {\"a\": \"model-00001-of-00002.safetensors\"}}", "holds a, and it does not"},
         {"{\"weight_map\": {\"model.norm.weight\": 1}}", "the file of model.norm.weight is no text"},
     };
@@ -173,6 +188,16 @@ static void weights_in_several_files_load(void **state) {
         write_parts("wrong", &run, cases[i].map);
         expect_refusal(load_weights, &(Load){&run, "wrong"}, cases[i].part);
     }
+    const char *first = run.model->params.param[0].name;
+    char *two = format_text("{\"weight_map\": {\"%s\": \"model-00001-of-00002.safetensors\", "
+                            "\"%s\": \"model-00002-of-00002.safetensors\"}}",
+                            first, run.model->params.param[2].name);
+    write_parts("twice", &run, two);
+    char *command = format_text("cd %s/twice/step-000000 && cp model-00001* model-00002*", folder);
+    assert_int_equal(system(command), 0);
+    char *both = format_text("both hold %s", first);
+    expect_refusal(load_weights, &(Load){&run, "twice"}, both);
+    free(two), free(command), free(both);
     free(map);
     run_free(&run);
 }
@@ -207,6 +232,7 @@ int main(int argc, char **argv) {
     omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
     const struct CMUnitTest tests[] = {
         IN_A_FOLDER(weights_of_another_model_are_refused), IN_A_FOLDER(transposed_weights_are_refused),
+        IN_A_FOLDER(weights_of_a_dtype_that_is_none_of_weights_are_refused),
         IN_A_FOLDER(only_harmless_surplus_is_let_pass),    IN_A_FOLDER(weights_in_several_files_load),
         IN_A_FOLDER(weights_in_pythons_format_are_named),  IN_A_FOLDER(a_damaged_file_is_named),
     };

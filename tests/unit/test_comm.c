@@ -346,6 +346,7 @@ static void scenario(const char *name) {
     else if (IS("dtype")) comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
     if (IS("count"))
         comm_wait(comm_all_reduce(tensor_of(F32, me, me == odd ? 1023 : 1024), REDUCE_SUM, world));
+    if (IS("host-count")) comm_sum_all((double[100]){0}, me == odd ? 2 : 100, world);
     if (IS("parts")) {
         int64_t even[4] = {1, 1, 1, 1}, other[4] = {2, 0, 1, 1};
         comm_wait(

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "08_mixed_precision/cost_block.h"
+#include "08_mixed_precision/cost_lone.h"
 #include "train/config.h"
 
 // cmocka.h needs these before it
@@ -90,6 +91,17 @@ static void heads_of_k_and_v_are_copied(void **state) {
     near(cost_block_weights(&m, &sixteen, true) - norms - head, rest8 / 2, 0.5);
 }
 
+// The first stage has the embedding and most micro-batches, the last one the head: the fuller one counts.
+static void the_fullest_stage_counts(void **state) {
+    (void)state;
+    Config c = config_of("llama-3-8b");
+    c.dp = c.cp = c.tp = c.ep = 1, c.pp = 2, c.grad_acc = 4;
+    LoneParts parts = {.count = {1e6, 1e6, 1e6}, .block = 1e6, .head = 1e12};
+    assert_true(lone_memory(&c, &parts).peak >= 1e12);
+    parts.count[0] = 1e12, parts.head = 0;
+    assert_true(lone_memory(&c, &parts).peak >= 1e12);
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(models_have_their_parameters),
@@ -97,6 +109,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(latent_attention_is_split_behind_its_narrow_products),
         cmocka_unit_test(shards_add_up),
         cmocka_unit_test(heads_of_k_and_v_are_copied),
+        cmocka_unit_test(the_fullest_stage_counts),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

@@ -238,6 +238,35 @@ static void a_file_that_becomes_shorter_is_named(void **state) {
     expect_fatal(read_what_is_gone, "a", "a became shorter while it was read");
 }
 
+// The kernel's own files claim a page, and hold less.
+static void a_text_that_is_shorter_than_it_claims_is_named(void **state) {
+    (void)state;
+    static const char name[] = "/sys/kernel/mm/transparent_hugepage/enabled";
+    char *text;
+    size_t size;
+    if (access(name, R_OK) != 0) return;
+    const char *wrong = input_text(name, 100000, &text, &size);
+    if (!wrong || !strstr(wrong, "it became shorter")) fail_msg("%s", wrong ? wrong : "read");
+}
+
+static void what_is_no_utf8_is_replaced(void **state) {
+    (void)state;
+    static const char *const texts[][2] = {
+        {"plain, \u00fc, \u20ac and \U0001f600", "plain, \u00fc, \u20ac and \U0001f600"},
+        {"t\xe9xt", "t?xt"},                    // Latin-1
+        {"\xff\x80\xc3", "???"},              // no first byte, no second
+        {"\xc0\xaf \xe0\x9f\xbf", "?? ???"},  // written too long
+        {"\xed\xa0\x80", "???"},              // a surrogate
+        {"\xf4\x90\x80\x80", "????"},         // beyond the last character
+        {"\xf0\x9f\x98", "???"}};
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        char *text = format_text("%s", texts[i][0]);
+        make_utf8(text);
+        assert_string_equal(text, texts[i][1]);
+        free(text);
+    }
+}
+
 // The handler that names such a file must let a signal that is sent end the program.
 static void a_signal_that_is_sent_is_not_swallowed(void **state) {
     (void)state;
@@ -284,6 +313,8 @@ int main(int argc, char **argv) {
         TEST(bytes_in_memory_are_a_file),
         TEST(what_is_no_file_is_refused_without_waiting),
         TEST(a_file_that_becomes_shorter_is_named),
+        TEST(a_text_that_is_shorter_than_it_claims_is_named),
+        TEST(what_is_no_utf8_is_replaced),
         TEST(a_signal_that_is_sent_is_not_swallowed),
         TEST(a_fault_has_room_for_any_path),
     };

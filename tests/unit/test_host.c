@@ -4,15 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base.h"
-
-// cmocka.h needs these before it
-// clang-format off
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <cmocka.h>
-// clang-format on
+#include "fatal.h"
 
 // While `kernel` names a folder, the kernel's files are read from there. Replaces the C library's in this
 // program.
@@ -82,6 +74,30 @@ static void memory_of_cgroups_is_counted(void **state) {
     each_counts(said, sizeof said / sizeof *said, host_memory_left);
 }
 
+static void asks_for_80_MB(void *ranks) {
+    host_share(*(const int *)ranks);
+    free(host_alloc(80000000));
+}
+
+// 200 MB hold 80 MB and what must remain free, but not 80 MB for each of two ranks.
+static void ranks_share_the_memory(void **state) {
+    (void)state;
+    char folder[] = "/tmp/test_host.XXXXXX";
+    assert_non_null(mkdtemp(folder));
+    kernel_says(folder, "/proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable: 195313 kB\n");
+    kernel = folder;
+    Ended alone = run_apart(asks_for_80_MB, &(int){1}), shared = run_apart(asks_for_80_MB, &(int){2});
+    kernel = NULL;
+    char *command = format_text("rm -r %s", folder);
+    assert_int_equal(system(command), 0);
+    free(command);
+    assert_int_equal(alone.status, 0);
+    assert_true(is_one_sentence(&shared));
+    assert_string_equal(shared.said,
+                        "test_host: out of host memory: 80.0 MB more were asked for, and 100 MB are left "
+                        "to each of the 2 ranks of this machine\n");
+}
+
 static double of_8_cores(void) { return host_cores(8); }
 
 // A part of a core counts as one; a quota of more cores than exist does not limit.
@@ -105,6 +121,7 @@ static void time_of_cores_is_counted(void **state) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {cmocka_unit_test(memory_of_cgroups_is_counted),
+                                       cmocka_unit_test(ranks_share_the_memory),
                                        cmocka_unit_test(time_of_cores_is_counted)};
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

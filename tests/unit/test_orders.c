@@ -86,7 +86,6 @@ static bool has_all_w(const Order *o, int m) {
 
 static void run_order(void *context, Model *model, const StepInput *input) {
     Order *o = context;
-    int64_t tokens = input->b * model->config.seq;
     MicroBatch micro[MICROS];
     int m, c, ended = 0;
     Action action;
@@ -94,9 +93,7 @@ static void run_order(void *context, Model *model, const StepInput *input) {
     memset(o->done, 0, sizeof o->done);
     draw_chunks(o);
     model_begin_step(model, MICROS);
-    for (m = 0; m < MICROS; m++)
-        micro[m] = micro_batch_new(model, m, input->b, input->tokens + m * tokens,
-                                   input->targets + m * tokens, input->loss_scale[m]);
+    for (m = 0; m < MICROS; m++) micro[m] = micro_batch_of(model, input, m);
     while (draw_action(o, &m, &c, &action)) {
         if (action == F) chunk_forward(model, &micro[m], o->chunk[c]);
         if (action == B) chunk_backward_input(model, &micro[m], o->chunk[c]);

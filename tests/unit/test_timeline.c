@@ -208,11 +208,11 @@ static void the_picture_has_every_span_in_its_place(void **context) {
     char file[32];
     a_step("step");
     Timeline t = timeline_of_step(true, "a row");
-    timeline_svg(&t, 1, "a title", temporary(file));
+    timeline_svg(&t, 1, "R&D/<t\xe9xt>", temporary(file));
     char *svg = text_of_file(file);
     // 876 pixels for 16 s: a second is 54.75 of them, from 68 on. The legend has two lines.
     const char *const expected[] = {
-        ">a title</text>",
+        ">R&amp;D/&lt;t?xt></text>",
         ">a row</tspan>",
         "<path fill='#6cc5b0' d='M122.8 96h163.8v22h-163.8z'/>",  // F, 1 to 4 s
         "<path fill='#4269d0' d='M287.0 96h218.5v22h-218.5z'/>",  // B, 4 to 8
