@@ -79,9 +79,10 @@ template <class T>
 static bool multiply_16(DType dtype, T *c, const T *a, const T *b, int64_t m, int64_t n, int64_t k,
                         bool transpose_a, bool transpose_b, double beta) {
     if (m * n > INT32_MAX || m * k > INT32_MAX || k * n > INT32_MAX) return false;
-    // each from a multiple of 16 bytes on
-    const int64_t of_a = divided_up(m * k, 8) * 8, of_b = divided_up(k * n, 8) * 8;
-    T *room = static_cast<T *>(device_scratch((size_t)(of_a + of_b + m * n) * sizeof *room));
+    // what is transposed, and what is added: each from a multiple of 16 bytes on
+    const int64_t of_a = transpose_a ? divided_up(m * k, 8) * 8 : 0;
+    const int64_t of_b = transpose_b ? divided_up(k * n, 8) * 8 : 0, of_c = beta != 0 ? m * n : 0;
+    T *room = static_cast<T *>(device_scratch((size_t)(of_a + of_b + of_c) * sizeof *room));
     T *product = beta != 0 ? room + of_a + of_b : c;
     tensor_cores::launch_on<T, tensor_cores::STAGES, true>(
         stream(), product, untransposed(room, a, transpose_a, m, k),
