@@ -212,7 +212,7 @@ static Work formula(const Heads &shape, double d, const AttentionMask *mask) {
     w.store_sectors = steps * (4 * d + 2) + 8 * key_tiles * d + all_blocks + first * 8;
     // q, dO, dq, k, v, dk, dv and, before, dO and O; lse, delta twice; the counters
     w.memory_sectors = (5 * heads + 4 * key_heads) * s * d / 8 + heads * (3 * s + again * d) / 8 +
-                       ceil(first / 8) + ceil(key_heads / 8);
+                       ceil((first + key_heads) / 8);
     // S and dP; P and dS stored; dV and dK; dQ, half of the columns at a time; the ticket
     w.shared_passes +=
         pairs * (2 * 16 * d + 2 * 32 + 2 * (256 + 8 * d) + 512 + 8 * d) + all_blocks * (1 + BLOCK / 32);
