@@ -217,12 +217,13 @@ Proof prove_backward(int d, bool causal, Launch launch) {
 
 // ---- the tables ----
 
-// A version of backward, counted with `multiple` tokens twice.
+// A version of backward, counted with three times `multiple` tokens: of the blocks that add to a tile of dq,
+// one is the first, one the last, and one neither.
 template <class T = float, class Launch>
 void backward_version(const KernelVersion &version, const Heads &at_size, int d, int64_t multiple,
                       Launch launch, Work (*formula)(const Heads &, double)) {
     Heads small = at_size;
-    small.b = 1, small.s = 2 * multiple, small.a = 2, small.kv = 1;
+    small.b = 1, small.s = 3 * multiple, small.a = 2, small.kv = 1;
     const Heads most = ON_GPU ? at_size : small;
     const int64_t queries = most.b * most.s * most.a * d, keys = most.b * most.s * most.kv * d;
     const Given<T> numbers(queries, 1, 4);

@@ -44,11 +44,12 @@ namespace fused_cross_entropy {
 // ---- matmul ----
 
 template <int SIZE, bool TRANSPOSED_A, bool TRANSPOSED_B>
-static void multiply(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k) {
+static void multiply(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k, bool add) {
     constexpr int64_t TILE_SIDE = coarsening::SIDE * SIZE;
     const dim3 grid((unsigned)divided_up(n, TILE_SIDE), (unsigned)divided_up(m, TILE_SIDE));
-    LAUNCH((coarsening::matmul<SIZE, SIZE, TRANSPOSED_A, TRANSPOSED_B>), grid, coarsening::THREADS, 0,
-           stream(), c, a, b, m, n, k);
+    const auto kernel = add ? coarsening::matmul<SIZE, SIZE, TRANSPOSED_A, TRANSPOSED_B, true>
+                            : coarsening::matmul<SIZE, SIZE, TRANSPOSED_A, TRANSPOSED_B>;
+    LAUNCH(kernel, grid, coarsening::THREADS, 0, stream(), c, a, b, m, n, k);
 }
 
 // y (columns, rows) = the transpose of x; block (32, 8): a tile of 32 x 32.
@@ -74,19 +75,19 @@ static const T *untransposed(T *room, const T *x, bool transposed, int64_t rows,
     return room;
 }
 
-// On tensor cores. A product that is added to c is rounded first.
+// On tensor cores.
 template <class T>
-static bool multiply_16(DType dtype, T *c, const T *a, const T *b, int64_t m, int64_t n, int64_t k,
-                        bool transpose_a, bool transpose_b, double beta) {
+static bool multiply_16(T *c, const T *a, const T *b, int64_t m, int64_t n, int64_t k, bool transpose_a,
+                        bool transpose_b, bool add) {
     if (m * n > INT32_MAX || m * k > INT32_MAX || k * n > INT32_MAX) return false;
-    // each from a multiple of 16 bytes on
-    const int64_t of_a = divided_up(m * k, 8) * 8, of_b = divided_up(k * n, 8) * 8;
-    T *room = static_cast<T *>(device_scratch((size_t)(of_a + of_b + m * n) * sizeof *room));
-    T *product = beta != 0 ? room + of_a + of_b : c;
-    tensor_cores::launch_on<T, tensor_cores::STAGES, true>(
-        stream(), product, untransposed(room, a, transpose_a, m, k),
+    // of what is transposed: each from a multiple of 16 bytes on
+    const int64_t of_a = transpose_a ? divided_up(m * k, 8) * 8 : 0;
+    const int64_t of_b = transpose_b ? divided_up(k * n, 8) * 8 : 0;
+    T *room = static_cast<T *>(device_scratch((size_t)(of_a + of_b) * sizeof *room));
+    const auto run = add ? tensor_cores::launch_on<T, tensor_cores::STAGES, true, true>
+                         : tensor_cores::launch_on<T, tensor_cores::STAGES, true, false>;
+    run(stream(), c, untransposed(room, a, transpose_a, m, k),
         untransposed(room + of_a, b, transpose_b, k, n), {(int)m, (int)n, (int)k});
-    if (beta != 0) kernel_accumulate(dtype, c, dtype, product, m * n);
     return true;
 }
 
@@ -95,23 +96,20 @@ static bool matmul(DType dtype, DType c_dtype, void *c, const void *a, const voi
     constexpr int64_t MOST = 65535 * 32;  // rows or columns: so many tiles does a grid have but along x
     if (m == 0 || n == 0 || c_dtype != dtype || m > MOST || n > MOST || k > MOST) return false;
     if (dtype == BF16)
-        return multiply_16(dtype, (__nv_bfloat16 *)c, (const __nv_bfloat16 *)a, (const __nv_bfloat16 *)b, m,
-                           n, k, transpose_a, transpose_b, beta);
+        return multiply_16((__nv_bfloat16 *)c, (const __nv_bfloat16 *)a, (const __nv_bfloat16 *)b, m, n, k,
+                           transpose_a, transpose_b, beta != 0);
     if (dtype == F16)
-        return multiply_16(dtype, (__half *)c, (const __half *)a, (const __half *)b, m, n, k, transpose_a,
-                           transpose_b, beta);
+        return multiply_16((__half *)c, (const __half *)a, (const __half *)b, m, n, k, transpose_a,
+                           transpose_b, beta != 0);
     if (dtype != F32) return false;
     // by size, A transposed, B transposed
-    static void (*const run[2][2][2])(float *, const float *, const float *, int64_t, int64_t, int64_t) = {
-        {{multiply<4, false, false>, multiply<4, false, true>},
-         {multiply<4, true, false>, multiply<4, true, true>}},
-        {{multiply<8, false, false>, multiply<8, false, true>},
-         {multiply<8, true, false>, multiply<8, true, true>}}};
+    static void (*const run[2][2][2])(float *, const float *, const float *, int64_t, int64_t, int64_t,
+                                      bool) = {{{multiply<4, false, false>, multiply<4, false, true>},
+                                                {multiply<4, true, false>, multiply<4, true, true>}},
+                                               {{multiply<8, false, false>, multiply<8, false, true>},
+                                                {multiply<8, true, false>, multiply<8, true, true>}}};
     const bool large = m >= 128 && n >= 128;
-    float *product = (float *)c;
-    if (beta != 0) product = static_cast<float *>(device_scratch((size_t)(m * n) * sizeof *product));
-    run[large][transpose_a][transpose_b](product, (const float *)a, (const float *)b, m, n, k);
-    if (beta != 0) kernel_accumulate(F32, c, F32, product, m * n);
+    run[large][transpose_a][transpose_b]((float *)c, (const float *)a, (const float *)b, m, n, k, beta != 0);
     return true;
 }
 

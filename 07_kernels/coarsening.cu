@@ -50,8 +50,8 @@ struct Places {
     __device__ static int place(int thread, int i) { return pack(thread, i / V) + i % V; }
 };
 
-// C (m, n) = A (m, s) B (s, n). TRANSPOSED: A is stored as (s, m), and B as (n, s).
-template <int TM, int TN, bool TRANSPOSED_A = false, bool TRANSPOSED_B = false>
+// C (m, n) = A (m, s) B (s, n). TRANSPOSED: A is stored as (s, m), and B as (n, s). ADD: C += A B.
+template <int TM, int TN, bool TRANSPOSED_A = false, bool TRANSPOSED_B = false, bool ADD = false>
 __global__ void __launch_bounds__(THREADS)
     matmul(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t s) {
     typedef Places<TM> Rows;
@@ -98,7 +98,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             const int64_t row = row0 + Rows::place(ty, i), column = column0 + Columns::place(tx, j);
-            if (row < m && column < n) c[row * n + column] = sum[i][j];
+            if (row < m && column < n)
+                c[row * n + column] = ADD ? c[row * n + column] + sum[i][j] : sum[i][j];
         }
 }
 

@@ -137,7 +137,7 @@ static void launch(const Gradients &grad, const Operands &in, float *, const Sha
 
 template <int D>
 static void row(const char *name, const Heads &at_size) {
-    const KernelVersion version = {name, THREADS, D == 64 ? 210 : 248, tile_bytes(D, 4, 2)};
+    const KernelVersion version = {name, THREADS, D == 64 ? 210 : 254, tile_bytes(D, 4, 2)};
     backward_version(version, at_size, D, TILE, launch<D, Heads>,
                      [](const Heads &shape, double d) { return work_of_flash_1_backward(shape, d); });
 }
@@ -146,7 +146,7 @@ template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables(options, shape, D, 2,
                  [](const Heads &shape) { row<D>(shape.causal ? "flash, causal" : "flash", shape); });
-    show_masked_backward(shape, D, ATTENTION_TILE, D == 64 ? 218 : 255, launch<D, TokenHeads>,
+    show_masked_backward(shape, D, ATTENTION_TILE, D == 64 ? 216 : 255, launch<D, TokenHeads>,
                          [](const Heads &shape, const AttentionMask &mask) {
                              return work_of_flash_1_backward(shape, D, &mask);
                          });

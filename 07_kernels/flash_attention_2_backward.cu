@@ -212,7 +212,7 @@ static Work formula(const Heads &shape, double d, const AttentionMask *mask) {
     w.store_sectors = steps * (4 * d + 2) + 8 * key_tiles * d + all_blocks + first * 8;
     // q, dO, dq, k, v, dk, dv and, before, dO and O; lse, delta twice; the counters
     w.memory_sectors = (5 * heads + 4 * key_heads) * s * d / 8 + heads * (3 * s + again * d) / 8 +
-                       ceil(first / 8) + ceil(key_heads / 8);
+                       ceil((first + key_heads) / 8);
     // S and dP; P and dS stored; dV and dK; dQ, half of the columns at a time; the ticket
     w.shared_passes +=
         pairs * (2 * 16 * d + 2 * 32 + 2 * (256 + 8 * d) + 512 + 8 * d) + all_blocks * (1 + BLOCK / 32);
@@ -229,7 +229,7 @@ static Work formula(const Heads &shape, double d, const AttentionMask *mask) {
 template <int D>
 static void row(const char *name, const Heads &at_size) {
     const int64_t bytes = tile_bytes(D, 2 * TILES + 2, 2 * TILES);
-    const KernelVersion version = {name, BLOCK, D == 64 ? 196 : 254, bytes};
+    const KernelVersion version = {name, BLOCK, D == 64 ? 202 : 254, bytes};
     backward_version(version, at_size, D, KEYS, launch<D, Heads>,
                      [](const Heads &shape, double d) { return formula(shape, d, NULL); });
 }
@@ -239,7 +239,7 @@ static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables(options, shape, D, 2,
                  [](const Heads &shape) { row<D>(shape.causal ? "flash 2, causal" : "flash 2", shape); });
     show_masked_backward(
-        shape, D, KEYS, D == 64 ? 208 : 255, launch<D, TokenHeads>,
+        shape, D, KEYS, D == 64 ? 210 : 255, launch<D, TokenHeads>,
         [](const Heads &shape, const AttentionMask &mask) { return formula(shape, D, &mask); });
 }
 

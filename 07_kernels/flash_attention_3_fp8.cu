@@ -345,7 +345,7 @@ static void table_of_codes(const KernelsOptions *options, const Heads &n) {
     const double bytes = 3 * D * (double)(n.b * n.s * (n.a + 2 * n.kv));
     kernels_begin(options, "codes of Q, K and V", kernels_limit(options, bytes, 0, 0));
     show_version(
-        KernelVersion{"from 16 bits", ENCODER, 78, ENCODER / 8}, Proof(), room.small, n,
+        KernelVersion{"from 16 bits", ENCODER, D == 64 ? 54 : 77, ENCODER / 8}, Proof(), room.small, n,
         [&](const Heads &size) { room.encode(size); },
         [](const Heads &size) { return formula_of_codes(size, D); });
 }

@@ -58,7 +58,7 @@ static inline Work work_of_tensor_backward(const Heads &shape, double d) {
     w.store_sectors += steps * (8 * d + 2) + blocks * (16 * d + 1);
     // q, dO, k, v, dk, dv; dq in f32, and what comes back of it; lse and delta; counters
     w.memory_sectors += (2 * rows + 4 * key_heads * s) * d / 16 + (rows + heads * again) * d / 8 +
-                        2 * rows / 8 + ceil(first / 8) + ceil(key_heads / 8);
+                        2 * rows / 8 + ceil((first + key_heads) / 8);
     // V, and K twice; dP' and S', dV and dK; lse and delta; dS. dQ, a quarter of the columns of 32 queries.
     // Copies; rows; dk and dv; the ticket
     w.shared_passes = pairs * (3 * left + 4 * tile + queries / 2 + queries / 4) +

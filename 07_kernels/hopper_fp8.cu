@@ -124,21 +124,6 @@ __device__ static inline void promote(float (&sum)[N / 2], const float (&partial
 // ---- sums to memory ----
 
 template <class T>
-__device__ static inline void put(T *to, float x, bool add) {
-    narrow(to, add ? static_cast<float>(*to) + x : x);
-}
-// Two neighbours, of which the first has an even place.
-template <class T>
-__device__ static inline void put(T *to, float x, float y, bool add) {
-    using Pair = std::conditional_t<sizeof(T) == sizeof(float), float2, __nv_bfloat162>;
-    if (add) {
-        const Pair before = *reinterpret_cast<const Pair *>(to);
-        x += static_cast<float>(before.x), y += static_cast<float>(before.y);
-    }
-    narrow(to, x, y);
-}
-
-template <class T>
 __device__ static inline void store(T *c, const float (&sum)[N / 2], const Problem &p, const Place &at) {
 #pragma unroll
     for (int j = 0; j < N / 8; j++)

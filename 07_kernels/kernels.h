@@ -47,7 +47,8 @@ double kernels_limit(const KernelsOptions *options, double bytes, double flops, 
 typedef struct KernelVersion {
     const char *name;
     int threads;           // of a block
-    int registers;         // of a thread: ptxas needs no more (tests/programs/kernels.t asks it)
+    int registers;         // of a thread, on an A100 or an H100, whichever needs more: as ptxas counts them
+                           // (tests/programs/kernels.t)
     int64_t shared_bytes;  // of a block
 } KernelVersion;
 

@@ -22,8 +22,8 @@ struct Array {
         CUDA_CHECK(cudaMemGetInfo(&available, &all));
         const cudaError_t error = cudaMalloc(&at, bytes);
         CHECK(error != cudaErrorMemoryAllocation,
-              "--size: an array of %s does not fit into this GPU's memory, of which %s are free; a smaller "
-              "--size would fit",
+              "the table is too large: an array of %s does not fit into this GPU's memory, of which %s are "
+              "free; --help names the flags of its size",
               bytes_text((double)bytes), bytes_text((double)available));
         CUDA_CHECK(error);
     }

@@ -20,6 +20,22 @@ __device__ static inline void narrow(__half *to, float x, float y) {
     *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
 }
 
+// *to (=) x, or (+=) if so: rounded once.
+template <class T>
+__device__ static inline void put(T *to, float x, bool add) {
+    narrow(to, add ? static_cast<float>(*to) + x : x);
+}
+template <class T>
+__device__ static inline void put(T *to, float x, float y, bool add) {
+    using Sixteen = std::conditional_t<std::is_same<T, __half>::value, __half2, __nv_bfloat162>;
+    using Pair = std::conditional_t<sizeof(T) == sizeof(float), float2, Sixteen>;
+    if (add) {
+        const Pair before = *reinterpret_cast<const Pair *>(to);
+        x += static_cast<float>(before.x), y += static_cast<float>(before.y);
+    }
+    narrow(to, x, y);
+}
+
 __host__ static inline float wide(float x) { return x; }
 __host__ static inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ static inline float wide(__half x) { return __half2float(x); }

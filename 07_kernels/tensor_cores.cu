@@ -127,7 +127,7 @@ __device__ static inline void multiply_stage(float (&sum)[ROWS][COLUMNS][4], con
 
 // ---- sums to memory ----
 
-template <bool WIDE, class T>
+template <bool WIDE, bool ADD, class T>
 __device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], int row0, int column0,
                                     int m, int n) {
     const int lane = (int)threadIdx.x % 32;
@@ -143,17 +143,18 @@ __device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], 
                 T *to = c + (uint32_t)row * n + column;
                 if (row >= m || column >= n) continue;
                 if (WIDE) {
-                    narrow(to, x, y);
+                    put(to, x, y, ADD);
                     continue;
                 }
-                narrow(to, x);
-                if (column + 1 < n) narrow(to + 1, y);
+                put(to, x, ADD);
+                if (column + 1 < n) put(to + 1, y, ADD);
             }
 }
 
 // ---- the kernel ----
 
-template <class T, int DEPTH, bool SWIZZLED, bool WIDE>
+// ADD: C += A B.
+template <class T, int DEPTH, bool SWIZZLED, bool WIDE, bool ADD>
 __global__ void __launch_bounds__(THREADS) matmul(T *c, const T *a, const T *b, Sizes size) {
     DYNAMIC_SHARED(T, stages);
     constexpr int STAGE = (M + N) * K, AHEAD = DEPTH - 1, PENDING = AHEAD > 1 ? AHEAD - 1 : 0;
@@ -178,19 +179,19 @@ __global__ void __launch_bounds__(THREADS) matmul(T *c, const T *a, const T *b, 
         if (AHEAD > 0) copy(step + AHEAD);
         multiply_stage<SWIZZLED>(sum, stages + step % DEPTH * STAGE, row, column);
     }
-    store<WIDE>(c, sum, row0 + row, column0 + column, size.m, size.n);
+    store<WIDE, ADD>(c, sum, row0 + row, column0 + column, size.m, size.n);
 }
 
 // ---- host code ----
 
 enum { STAGE_BYTES = (M + N) * K * 2 };
 
-template <class T, int DEPTH, bool SWIZZLED>
+template <class T, int DEPTH, bool SWIZZLED, bool ADD = false>
 static void launch_on(cudaStream_t stream, T *c, const T *a, const T *b, Sizes size) {
     const dim3 grid((unsigned)((size.n + N - 1) / N), (unsigned)((size.m + M - 1) / M));
     const size_t bytes = DEPTH * STAGE_BYTES;
-    void (*kernel)(T *, const T *, const T *, Sizes) = matmul<T, DEPTH, SWIZZLED, false>;
-    if (in_packs<T>(size.k, a) && in_packs<T>(size.n, b, c)) kernel = matmul<T, DEPTH, SWIZZLED, true>;
+    void (*kernel)(T *, const T *, const T *, Sizes) = matmul<T, DEPTH, SWIZZLED, false, ADD>;
+    if (in_packs<T>(size.k, a) && in_packs<T>(size.n, b, c)) kernel = matmul<T, DEPTH, SWIZZLED, true, ADD>;
     if (size.m == 0 || size.n == 0) return;
     allow_shared(kernel, bytes);
     LAUNCH(kernel, grid, THREADS, bytes, stream, c, a, b, size);

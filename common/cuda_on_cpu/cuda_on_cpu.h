@@ -348,8 +348,8 @@ struct CudaCounts {
     int64_t warp_steps, lane_steps;
     // Floating-point arithmetic, from the machine code of each basic block: additions, multiplications,
     // minima and maxima are one operation, a fused multiply-add is two; divisions, roots, exponentials and
-    // logarithms are special. Counted per lane; then per warp, as instructions issued for any number of
-    // active lanes.
+    // logarithms are special; what an atomic adds is left out. Counted per lane; then per warp, as
+    // instructions issued for any number of active lanes.
     int64_t flops, special;
     int64_t flop_instructions, special_instructions;
     int64_t tensor_flops, tensor_8_flops;  // of tensor cores (mma, wgmma): on 16-bit numbers; on 8-bit ones
@@ -454,8 +454,11 @@ CUDA_ATOMICS_OF_INTEGERS(unsigned long long)
 CUDA_ATOMIC(atomicSub, int, old - value)
 CUDA_ATOMIC(atomicSub, unsigned, old - value)
 CUDA_ATOMIC(atomicInc, unsigned, old >= value ? 0 : old + 1)
-CUDA_ATOMIC(atomicAdd, float, old + value)
-CUDA_ATOMIC(atomicAdd, double, old + value)
+// On a GPU, memory adds, not a multiprocessor: in a function of the emulator, it is no work of the kernel.
+float cuda_sum(float x, float y);
+double cuda_sum(double x, double y);
+CUDA_ATOMIC(atomicAdd, float, cuda_sum(old, value))
+CUDA_ATOMIC(atomicAdd, double, cuda_sum(old, value))
 CUDA_ATOMIC(atomicExch, float, value)
 
 // For memcpy g++ may move bytes without reporting it; these two check first.

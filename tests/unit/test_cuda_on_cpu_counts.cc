@@ -106,6 +106,7 @@ static void atomics_are_stores(void **state) {
     (void)state;
     COUNTED(c, LAUNCH(add_atomically, 1, 64, 0, 0, zeros(2)));
     assert_int_equal(c.atomics, 64);
+    assert_int_equal(c.flops, 0);
     assert_int_equal(c.global_stores, 2);
     assert_int_equal(c.global_store_sectors, 2);
     assert_int_equal(c.global_loads, 0);

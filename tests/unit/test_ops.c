@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include "arrays.h"
+#include "tensor/kernel_table.h"
 #include "tensor/ops.h"
 
 // ---- elementwise ----
@@ -430,6 +431,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(sgd_matches_reference),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 2) ops_use_kernels(kernel_table_linked());  // tests/programs/book_kernels.t
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -16,6 +16,8 @@ extern uint32_t cublaslt_on_cpu_needs __attribute__((weak)), cublaslt_on_cpu_all
 extern size_t cuda_on_cpu_shared_most __attribute__((weak));
 // Its compute capability.
 extern int cuda_on_cpu_capability __attribute__((weak));
+// Bytes of device memory that are allocated.
+size_t memory_in_use(void) __attribute__((weak));
 
 // ---- choices of kernels: each test in a process of its own, before this one starts a GPU ----
 
@@ -165,6 +167,28 @@ static void what_the_book_does_not_serve_is_the_back_ends(void **) {
     }
 }
 
+// The book's products in 16 bits: what they add to the memory in use must be `expected` numbers.
+static void need_room(bool transpose_a, bool transpose_b, double beta, int64_t expected) {
+    constexpr int64_t M = 64, N = 72, K = 40;
+    Device a(BF16, Doubles(M * K)), b(BF16, Doubles(K * N)), c(BF16, Doubles(M * N));
+    const size_t before = memory_in_use();
+    CHECK(kernel_table_linked()->matmul(BF16, BF16, c.at, a.at, b.at, M, N, K, transpose_a, transpose_b, beta),
+          "not a product of the book");
+    const int64_t more = (int64_t)(memory_in_use() - before) / 2;
+    CHECK(more == expected, "scratch of %lld numbers, and %lld are needed", (long long)more,
+          (long long)expected);
+}
+static void in_place() { need_room(false, false, 0, 0); }
+static void left_transposed() { need_room(true, false, 0, 64 * 40); }
+static void right_transposed() { need_room(false, true, 0, 40 * 72); }
+static void added() { need_room(false, false, 1, 0); }
+
+// Logits of a long sequence are gigabytes: only what is transposed has a copy.
+static void products_take_the_scratch_that_they_need(void **) {
+    if (!memory_in_use) return;  // a GPU's pool does not say
+    for (auto run : {in_place, left_transposed, right_transposed, added}) in_a_child(run, 0);
+}
+
 // The kernels must decline attention, forward with so many keys or backward with so many queries, in heads
 // of d. Nothing may be read: neither so many tokens nor their tables exist.
 static void expect_refusal(DType dtype, bool forward, int64_t d, MaskShape shape, int64_t tokens) {
@@ -307,6 +331,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(timed_ones_are_the_fastest),
         cmocka_unit_test(several_ranks_time_nothing),
         cmocka_unit_test(a_kernel_that_rounds_parts_is_better_than_none),
+        cmocka_unit_test(products_take_the_scratch_that_they_need),
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
         cmocka_unit_test(what_does_not_fit_into_shared_memory_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
