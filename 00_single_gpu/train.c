@@ -18,6 +18,182 @@
 
 #include "harness.h"
 
+// ---- one step ----
+
+// Runs the step's micro-batches forward and backward; on return the gradients are summed over all ranks.
+static void run_micro_batches(Trainer *t, const StepInput *input) {
+    const Sockets *sockets = &t->model->sockets;
+    Params *params = &t->model->params;
+    params_zero_grads(params);
+    sockets->schedule.run(sockets->schedule.context, t->model, input);
+    // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
+    // weight, for which every rank that has a copy then holds the same elements.
+    sockets->gradients.finish(sockets->gradients.context, t->model);
+    params_sum_copies(params);
+}
+
+// grad_scale: the factor that the gradients still carry (loss scaling).
+static void optimizer_steps(Trainer *t, double grad_scale) {
+    const Config *c = &t->config;
+    Params *params = &t->model->params;
+    const Sockets *sockets = &t->model->sockets;
+    const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
+    CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
+          isnan(t->grad_norm) ? NAN : t->grad_norm,
+          bad ? bad->name : "no single weight: the sum over all of them overflows");
+    t->lr = learning_rate(c, t->progress.step);
+    double factor = clip_scale(t->grad_norm, c->clip) / grad_scale;
+    optimizer_begin(&t->optimizer, params);
+    for (int unit = 0; unit < params->units; unit++) {
+        optimizer_step_unit(&t->optimizer, params, unit, t->lr, factor);
+        sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
+    }
+}
+
+// A technique that gathers weights after each step (ZeRO) also does so after a skipped one, so the calls
+// and bytes of a step do not depend on whether it is skipped.
+static void skip_step(Trainer *t) {
+    const Sockets *sockets = &t->model->sockets;
+    for (int unit = 0; unit < t->model->params.units; unit++)
+        sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
+}
+
+Batch batch_new(const Trainer *t, int64_t first_sample) {
+    const Config *c = &t->config;
+    Batch batch = {.first = first_sample, .samples = c->micro_batch * c->grad_acc};
+    batch.count = batch.samples * c->seq;
+    if (device_is_dry_run()) return batch;
+    batch.tokens = host_alloc(2 * batch.count * sizeof *batch.tokens);
+    batch.targets = batch.tokens + batch.count;
+    for (int64_t i = 0; i < batch.samples; i++) {
+        int32_t *targets = batch.targets + i * c->seq;
+        data_sample(&t->data, c->seed, first_sample + i, false, c->seq, batch.tokens + i * c->seq, targets);
+        if (t->masked) data_mask_prompt(c->seed, first_sample + i, c->seq, targets);
+    }
+    return batch;
+}
+
+void batch_free(Batch *batch) {
+    free(batch->tokens);
+    *batch = (Batch){0};
+}
+
+// Reads what the next step will train on. The previous step calls it before the optimizer, so that weights
+// in flight after the optimizer step (ZeRO) do not delay the label count, with which a step begins.
+static void read_ahead(Trainer *t) {
+    Group dp = t->model->mesh.dp;
+    int64_t own_samples = t->config.micro_batch * t->config.grad_acc;
+    int64_t first = t->progress.sample + dp.rank * own_samples;
+    if (t->ahead.count && t->ahead.first == first) return;
+    batch_free(&t->ahead);
+    t->ahead = batch_new(t, first);
+    // The loss is the mean over the labels of all ranks, so their number must be known first; gradients
+    // then simply add up. In a dry run every token has one.
+    int64_t labels = t->ahead.targets ? count_labels(t->ahead.targets, t->ahead.count) : t->ahead.count;
+    t->labels_ahead = comm_sum((double)labels, dp);
+}
+
+static void complete_weights(Trainer *t) {
+    t->model->sockets.parameters.complete(t->model->sockets.parameters.context, t->model);
+}
+
+// The loss is read after the step's backward, but the weights have not changed yet: running the same
+// micro-batches forward again shows where it broke. Of the ranks that find a bad tensor in the first bad
+// micro-batch, the lowest reports it.
+static void explain_bad_loss(Trainer *t, const StepInput *input) {
+    Model *m = t->model;
+    Group world = m->mesh.world;
+    for (int64_t i = 0; i < input->micro_batches; i++) {
+        MicroBatch micro = micro_batch_of(m, input, i);
+        micro.index = -1;  // not training
+        double loss = m->sockets.schedule.evaluate(m->sockets.schedule.context, m, &micro);
+        const char *bad = isfinite(loss) ? NULL : micro_batch_first_bad(m, &micro);
+        int first = world.size - (int)comm_max(bad ? world.size - world.rank : 0, world);
+        CHECK(first != world.rank, "the loss of micro-batch %lld is %g; the first bad tensor is: %s",
+              (long long)i, isnan(loss) ? NAN : loss, bad);
+        if (first < world.size) comm_wait(comm_barrier(world));  // until that rank has ended the run
+        micro_batch_free(m, &micro);
+        complete_weights(t);
+    }
+    fatal("the loss is %g, of micro-batches whose losses are finite", t->loss);
+}
+
+// Copies a step's loss and norm to the host together. Up to here the host has waited only for the row
+// counts of a mixture of experts, so a GPU never runs out of queued work.
+static void read_loss_and_norm(Trainer *t, StepInput *input, double grad_scale) {
+    const Params *params = &t->model->params;
+    double loss;
+    t->grad_norm = params_grad_norm(params, input->loss, &loss) / grad_scale;
+    tensor_free(&input->loss);
+    t->loss = comm_sum(loss, params->replicas);
+    if (!isfinite(t->loss)) explain_bad_loss(t, input);
+}
+
+void train_step(Trainer *t, Record *record) {
+    const Config *c = &t->config;
+    const Sockets *sockets = &t->model->sockets;
+    fatal_context("step %lld", (long long)t->progress.step + 1);
+    report_step();
+    char *mark = format_text("step %lld", (long long)t->progress.step + 1);
+    clock_push(mark);
+    free(mark);
+    read_ahead(t);  // reads only in the first step: the step before has read for each later one
+    Batch batch = t->ahead;
+    t->ahead = (Batch){0};
+    double *loss_scale = host_alloc(c->grad_acc * sizeof *loss_scale);
+    for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(t->labels_ahead);
+    StepInput input = {c->grad_acc, c->micro_batch, batch.tokens,  batch.targets,
+                       loss_scale,  loss_new(),     &t->kept_bytes};
+    t->model->routing = record_routing_begin(record, c, t->progress.step, t->progress.batch);
+    run_micro_batches(t, &input);
+    t->model->routing = NULL;
+    t->progress.sample += batch.samples * t->model->mesh.dp.size;
+    if (t->progress.step + 1 < c->steps) read_ahead(t);
+
+    clock_push("optimizer");
+    double grad_scale = t->model->grad_scale;  // this step's; the step socket may change it for the next
+    if (record && !record->grad[0] && !device_is_dry_run()) {
+        clock_push("recording");  // not part of the step: timelines leave it out
+        record_grads(record, &t->model->params, 1 / grad_scale);
+        clock_pop();
+    }
+    read_loss_and_norm(t, &input, grad_scale);
+    int64_t steps = t->optimizer.step;
+    if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
+    if (t->optimizer.step == steps) skip_step(t);
+    clock_pop();
+    clock_pop();
+    free(loss_scale);
+    batch_free(&batch);
+    t->progress.step++;
+    fatal_context(NULL);
+}
+
+double held_out_loss(Trainer *t, int64_t samples) {
+    const Config *c = &t->config;
+    const Sockets *sockets = &t->model->sockets;
+    Group dp = t->model->mesh.dp, replicas = t->model->params.replicas;
+    double sum = 0, labels = 0;
+    int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
+    // Every rank of dp runs equally many samples, since a forward may gather weights; samples beyond the
+    // last have no labels.
+    for (int64_t first = 0; first < samples; first += dp.size) {
+        int64_t sample = first + dp.rank;
+        data_sample(&t->data, c->seed, sample < samples ? sample : first, true, c->seq, tokens, targets);
+        if (t->masked) data_mask_prompt(c->seed, sample, c->seq, targets);
+        for (int64_t i = 0; i < c->seq && sample >= samples; i++) targets[i] = IGNORED_LABEL;
+        MicroBatch micro = micro_batch_new(t->model, -1, 1, tokens, targets, 1);
+        // Sums, not means: samples differ in their number of labels.
+        sum += sockets->schedule.evaluate(sockets->schedule.context, t->model, &micro);
+        labels += (double)count_labels(targets, c->seq);
+        micro_batch_free(t->model, &micro);
+        complete_weights(t);  // a plug may have kept gathered weights for a backward, but none follows
+    }
+    free(tokens);
+    free(targets);
+    return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
+}
+
 // ---- a trainer: the model, sharded and plugged ----
 
 static const Technique *const one_device[] = {&flash_attention, &recompute, NULL};
@@ -100,10 +276,6 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     return t;
 }
 
-static void complete_weights(Trainer *t) {
-    t->model->sockets.parameters.complete(t->model->sockets.parameters.context, t->model);
-}
-
 void trainer_free(Trainer *t) {
     complete_weights(t);
     for (int i = t->techniques - 1; i >= 0; i--)
@@ -153,193 +325,6 @@ void trainer_save(Trainer *t) {
     if (!c->save || !(step == c->steps || (c->save_every && step % c->save_every == 0))) return;
     complete_weights(t);
     checkpoint_save(c->save, c, &t->model->params, &t->optimizer, t->progress);
-}
-
-// ---- one step ----
-
-Batch batch_new(const Trainer *t, int64_t first_sample) {
-    const Config *c = &t->config;
-    Batch batch = {.first = first_sample, .samples = c->micro_batch * c->grad_acc};
-    batch.count = batch.samples * c->seq;
-    if (device_is_dry_run()) return batch;
-    batch.tokens = host_alloc(2 * batch.count * sizeof *batch.tokens);
-    batch.targets = batch.tokens + batch.count;
-    for (int64_t i = 0; i < batch.samples; i++) {
-        int32_t *targets = batch.targets + i * c->seq;
-        data_sample(&t->data, c->seed, first_sample + i, false, c->seq, batch.tokens + i * c->seq, targets);
-        if (t->masked) data_mask_prompt(c->seed, first_sample + i, c->seq, targets);
-    }
-    return batch;
-}
-
-void batch_free(Batch *batch) {
-    free(batch->tokens);
-    *batch = (Batch){0};
-}
-
-// Reads what the next step will train on. The previous step calls it before the optimizer, so that weights
-// in flight after the optimizer step (ZeRO) do not delay the label count, with which a step begins.
-static void read_ahead(Trainer *t) {
-    Group dp = t->model->mesh.dp;
-    int64_t own_samples = t->config.micro_batch * t->config.grad_acc;
-    int64_t first = t->progress.sample + dp.rank * own_samples;
-    if (t->ahead.count && t->ahead.first == first) return;
-    batch_free(&t->ahead);
-    t->ahead = batch_new(t, first);
-    // The loss is the mean over the labels of all ranks, so their number must be known first; gradients
-    // then simply add up. In a dry run every token has one.
-    int64_t labels = t->ahead.targets ? count_labels(t->ahead.targets, t->ahead.count) : t->ahead.count;
-    t->labels_ahead = comm_sum((double)labels, dp);
-}
-
-// The loss is read after the step's backward, but the weights have not changed yet: running the same
-// micro-batches forward again shows where it broke. Of the ranks that find a bad tensor in the first bad
-// micro-batch, the lowest reports it.
-static void explain_bad_loss(Trainer *t, const StepInput *input) {
-    Model *m = t->model;
-    Group world = m->mesh.world;
-    for (int64_t i = 0; i < input->micro_batches; i++) {
-        MicroBatch micro = micro_batch_of(m, input, i);
-        micro.index = -1;  // not training
-        double loss = m->sockets.schedule.evaluate(m->sockets.schedule.context, m, &micro);
-        const char *bad = isfinite(loss) ? NULL : micro_batch_first_bad(m, &micro);
-        int first = world.size - (int)comm_max(bad ? world.size - world.rank : 0, world);
-        CHECK(first != world.rank, "the loss of micro-batch %lld is %g; the first bad tensor is: %s",
-              (long long)i, isnan(loss) ? NAN : loss, bad);
-        if (first < world.size) comm_wait(comm_barrier(world));  // until that rank has ended the run
-        micro_batch_free(m, &micro);
-        complete_weights(t);
-    }
-    fatal("the loss is %g, of micro-batches whose losses are finite", t->loss);
-}
-
-// grad_scale: the factor that the gradients still carry (loss scaling).
-static void optimizer_steps(Trainer *t, double grad_scale) {
-    const Config *c = &t->config;
-    Params *params = &t->model->params;
-    const Sockets *sockets = &t->model->sockets;
-    const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
-    CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
-          isnan(t->grad_norm) ? NAN : t->grad_norm,
-          bad ? bad->name : "no single weight: the sum over all of them overflows");
-    t->lr = learning_rate(c, t->progress.step);
-    double factor = clip_scale(t->grad_norm, c->clip) / grad_scale;
-    optimizer_begin(&t->optimizer, params);
-    for (int unit = 0; unit < params->units; unit++) {
-        optimizer_step_unit(&t->optimizer, params, unit, t->lr, factor);
-        sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
-    }
-}
-
-// A technique that gathers weights after each step (ZeRO) also does so after a skipped one, so the calls
-// and bytes of a step do not depend on whether it is skipped.
-static void skip_step(Trainer *t) {
-    const Sockets *sockets = &t->model->sockets;
-    for (int unit = 0; unit < t->model->params.units; unit++)
-        sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
-}
-
-// Runs the step's micro-batches forward and backward; on return the gradients are summed over all ranks.
-static void run_micro_batches(Trainer *t, const StepInput *input) {
-    const Sockets *sockets = &t->model->sockets;
-    Params *params = &t->model->params;
-    params_zero_grads(params);
-    sockets->schedule.run(sockets->schedule.context, t->model, input);
-    // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
-    // weight, for which every rank that has a copy then holds the same elements.
-    sockets->gradients.finish(sockets->gradients.context, t->model);
-    params_sum_copies(params);
-}
-
-// Copies a step's loss and norm to the host together. Up to here the host has waited only for the row
-// counts of a mixture of experts, so a GPU never runs out of queued work.
-static void read_loss_and_norm(Trainer *t, StepInput *input, double grad_scale) {
-    const Params *params = &t->model->params;
-    double loss;
-    t->grad_norm = params_grad_norm(params, input->loss, &loss) / grad_scale;
-    tensor_free(&input->loss);
-    t->loss = comm_sum(loss, params->replicas);
-    if (!isfinite(t->loss)) explain_bad_loss(t, input);
-}
-
-// In f64 no tie is near enough for rounding to decide it.
-static void begin_routing(Trainer *t, Record *record) {
-    const Config *c = &t->config;
-    if (!record || !c->experts || device_is_dry_run()) return;
-    Routing *r = &record->routing;
-    r->step = t->progress.step - (c->steps - record->steps);
-    r->followed = c->follows ? c->follows->routing.logits : NULL;
-    r->count = record->steps * t->progress.batch * c->seq * c->layers * c->experts;
-    if (c->dtype != F64 && !r->followed && !r->logits) {
-        r->logits = calloc((size_t)r->count, sizeof *r->logits);
-        CHECK(r->logits, "out of host memory for %lld logits of routers", (long long)r->count);
-    }
-    t->model->routing = r;
-}
-
-void train_step(Trainer *t, Record *record) {
-    const Config *c = &t->config;
-    const Sockets *sockets = &t->model->sockets;
-    fatal_context("step %lld", (long long)t->progress.step + 1);
-    report_step();
-    char *mark = format_text("step %lld", (long long)t->progress.step + 1);
-    clock_push(mark);
-    free(mark);
-    read_ahead(t);  // reads only in the first step: the step before has read for each later one
-    Batch batch = t->ahead;
-    t->ahead = (Batch){0};
-    double *loss_scale = host_alloc(c->grad_acc * sizeof *loss_scale);
-    for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(t->labels_ahead);
-    StepInput input = {c->grad_acc, c->micro_batch, batch.tokens,  batch.targets,
-                       loss_scale,  loss_new(),     &t->kept_bytes};
-    begin_routing(t, record);
-    run_micro_batches(t, &input);
-    t->model->routing = NULL;
-    t->progress.sample += batch.samples * t->model->mesh.dp.size;
-    if (t->progress.step + 1 < c->steps) read_ahead(t);
-
-    clock_push("optimizer");
-    double grad_scale = t->model->grad_scale;  // this step's; the step socket may change it for the next
-    if (record && !record->grad[0] && !device_is_dry_run()) {
-        clock_push("recording");  // not part of the step: timelines leave it out
-        record_grads(record, &t->model->params, 1 / grad_scale);
-        clock_pop();
-    }
-    read_loss_and_norm(t, &input, grad_scale);
-    int64_t steps = t->optimizer.step;
-    if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
-    if (t->optimizer.step == steps) skip_step(t);
-    clock_pop();
-    clock_pop();
-    free(loss_scale);
-    batch_free(&batch);
-    t->progress.step++;
-    fatal_context(NULL);
-}
-
-double held_out_loss(Trainer *t, int64_t samples) {
-    const Config *c = &t->config;
-    const Sockets *sockets = &t->model->sockets;
-    Group dp = t->model->mesh.dp, replicas = t->model->params.replicas;
-    double sum = 0, labels = 0;
-    int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
-    // Every rank of dp runs equally many samples, since a forward may gather weights; samples beyond the
-    // last have no labels.
-    for (int64_t first = 0; first < samples; first += dp.size) {
-        int64_t sample = first + dp.rank;
-        data_sample(&t->data, c->seed, sample < samples ? sample : first, true, c->seq, tokens, targets);
-        if (t->masked) data_mask_prompt(c->seed, sample, c->seq, targets);
-        for (int64_t i = 0; i < c->seq && sample >= samples; i++) targets[i] = IGNORED_LABEL;
-        MicroBatch micro = micro_batch_new(t->model, -1, 1, tokens, targets, 1);
-        // Sums, not means: samples differ in their number of labels.
-        sum += sockets->schedule.evaluate(sockets->schedule.context, t->model, &micro);
-        labels += (double)count_labels(targets, c->seq);
-        micro_batch_free(t->model, &micro);
-        complete_weights(t);  // a plug may have kept gathered weights for a backward, but none follows
-    }
-    free(tokens);
-    free(targets);
-    return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
 }
 
 // ---- whole runs: the baseline of other chapters ----

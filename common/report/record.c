@@ -55,6 +55,19 @@ void record_params(Record *record, const Params *params) {
     }
 }
 
+Routing *record_routing_begin(Record *record, const Config *c, int64_t step, int64_t samples) {
+    if (!record || !c->experts || device_is_dry_run()) return NULL;
+    Routing *r = &record->routing;
+    r->step = step - (c->steps - record->steps);
+    r->followed = c->follows ? c->follows->routing.logits : NULL;
+    r->count = record->steps * samples * c->seq * c->layers * c->experts;
+    if (c->dtype != F64 && !r->followed && !r->logits) {
+        r->logits = calloc((size_t)r->count, sizeof *r->logits);
+        CHECK(r->logits, "out of host memory for %lld logits of routers", (long long)r->count);
+    }
+    return r;
+}
+
 void record_routing(Record *record, Group group) {
     Routing *r = &record->routing;
     if (!r->logits || group.size == 1) return;

@@ -50,6 +50,10 @@ Record record_new(const char *title, int64_t steps, const Params *params);
 // complete, the second after the last step.
 void record_grads(Record *record, const Params *params, double factor);
 void record_params(Record *record, const Params *params);
+// Of a training step of this config, from 0, with so many samples: what of its routing the record keeps, or
+// follows. NULL: nothing; in f64 no tie is near enough for rounding to decide it. Borrowed from the record,
+// which may be NULL.
+Routing *record_routing_begin(Record *record, const Config *config, int64_t step, int64_t samples);
 // Collective: sums the ranks' logits on the first rank of the group, which alone has all of them then.
 void record_routing(Record *record, Group group);
 void record_free(Record *record);
