@@ -31,7 +31,7 @@ report $? "and the same digits again"
 passes "two nodes of two: no faster, and no failure" async_tensor_parallel --ranks 4 --gpus-per-node 2 \
     --layers 1 --steps 1
 passes "half the bandwidth" async_tensor_parallel --ranks 4 --layers 1 --steps 1 --network-efficiency 0.5
-grep -q 'hide behind .* from h = 13187 on by formula A3 in bytes, from 17[56]' "$out"
+grep -q 'hides behind .* from h = 13187 on by formula A3 in bytes, from 17[56]' "$out"
 report $? "half the bandwidth: rows hide behind a product of twice the width"
 passes "slow compute" async_tensor_parallel --ranks 4 --layers 1 --steps 1 --compute-efficiency 0.02
 run "$build/async_tensor_parallel" --ranks 4 --timeline --layers 1 --steps 1 &&

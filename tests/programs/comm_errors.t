@@ -262,7 +262,7 @@ if wanted "open files"; then
     report $? "open files: a hard limit is told: $(cat "$err")"
 fi
 if wanted "a folder that is gone"; then
-    run bash -c 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"' "$work/gone" "$PWD/$comm" --scenario header
+    run bash -c 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"' "$work/nowhere" "$PWD/$comm" --scenario header
     one_line $? -F '4 ranks need mpirun: the folder in which it would start is gone'
     report $? "a folder that is gone: $(cat "$err")"
 fi

@@ -42,7 +42,8 @@ answer daemon ring_chunk $ring "s/(\n    i = \(i % ring.size)/\n    $daemon\$1/"
 receive='comm_wait(comm_receive(received, (r + ring.size - 1) % ring.size, ring));'
 send='comm_wait(comm_send(ring_chunk(t, r - 1 - step, ring), (r + 1) % ring.size, ring));'
 answer receives ring_step $ring "s/to_the_next\(ring_chunk\(t, r - 1 - step.*/$receive $send/"
-own='mean_loss_scale((double)count_labels(input->targets + i * tokens, tokens))'
+tokens='input->b * model->config.seq'
+own="mean_loss_scale((double)count_labels(input->targets + i * $tokens, $tokens))"
 answer means grad_accumulation 00_single_gpu/grad_accumulation.c \
     "s{input->loss_scale\[i\]\)}{$own / (double)input->micro_batches)}"
 answer narrow ddp_no_sync 01_data_parallel/ddp_no_sync.c 's/else params_accumulate.*//'
