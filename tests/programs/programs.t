@@ -87,9 +87,14 @@ timeout 60 "$build/train" $small --steps 1000000000 2>"$out" | head -n 1 >/dev/n
 report $? "a run whose output nobody reads any more ends at once"
 # 10 TB of tokens and labels in a step, of which a dry run holds none.
 large="${small% --seq*} --seq 2000 --dry-run --micro-batch 1000000 --grad-acc 600 --steps 2"
-(ulimit -v 4000000; run "$build/train" $large) && grep -q '^PASS' "$out"
+run "$build/train" $large && grep -q '^PASS' "$out"
 report $? "a dry run holds no tokens"
-(ulimit -v 4000000; run "$build/train" $large --documents 0)
-one_line $? -F 'out of host memory: 8.00 GB more were asked for'
-report $? "a dry run of an absurd size ends with a sentence"
+absurd="a dry run of an absurd size ends with a sentence"
+if [[ $build == *asan* ]]; then
+    report 0 "$absurd # SKIP AddressSanitizer takes terabytes of addresses"
+else
+    (ulimit -v 4000000; run "$build/train" $large --documents 0)
+    one_line $? -F 'out of host memory: 8.00 GB more were asked for'
+    report $? "$absurd"
+fi
 finish
