@@ -66,8 +66,8 @@ static void draw_curves(const char *file, const Curve *curve) {
         out,
         "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 640 360' font-family='sans-serif' "
         "font-size='12'>\n<rect width='640' height='360' fill='white'/>\n"
-        "<text x='60' y='24'>throughput of a GPU, in that of the first point; the dashed line is the end "
-        "of a node</text>\n<line x1='228' y1='40' x2='228' y2='310' stroke='#999' "
+        "<text x='60' y='24'>throughput of a GPU, relative to the curve's first point; dashed: the end of "
+        "a node</text>\n<line x1='228' y1='40' x2='228' y2='310' stroke='#999' "
         "stroke-dasharray='4'/>\n");
     for (int i = 0; i <= 5; i++)
         fprintf(out,
