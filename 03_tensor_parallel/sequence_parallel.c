@@ -3,7 +3,8 @@
 // Changes from tensor_parallel.c: between regions each of N ranks has only its own tokens, an N-th of the b s
 // rows of (b s, h), and embeds, normalizes and adds only those (Korthikanti et al. 2022):
 //
-//     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2        and the same around the MLP
+//     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2
+//     and the same around the MLP
 //
 //              forward           backward
 //     g        all-gather        reduce-scatter

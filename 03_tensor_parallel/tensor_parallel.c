@@ -5,7 +5,8 @@
 // of the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns, Wo Wdown by rows
 // (split_matmul.c). The table of weights has them as (out, in), so columns of W are rows there.
 //
-//     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2        and the same around the MLP
+//     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2
+//     and the same around the MLP
 //
 //              forward       backward
 //     f        identity      all-reduce    every rank reads the input, so its gradients add up

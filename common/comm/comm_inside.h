@@ -19,10 +19,10 @@ struct Request {
     int64_t *open;    // by transfer: not 0 once its other end has come (transport.h)
     bool *met;        // by member or by transfer: whether its notice has come
     int64_t *before;  // by the same: how many calls this rank shared with that one earlier, on any line
-    int64_t *in_counts, *out_counts;  // by member: what call's point to, if it has them
-    int missing;                      // notices that have not come
-    double *values;  // sums on the host, the making of a group: everyone's, (members, value_count)
-    int *got;        // by member: values that have come
+    int64_t *room;    // behind `before`: for the call's in_counts and out_counts
+    int missing;      // notices that have not come
+    double *values;   // sums on the host, the making of a group: everyone's, (members, value_count)
+    int *got;         // by member: values that have come
     int value_count;
     bool host, given, agreed, done;
     bool trusted;                        // it sends no notices and waits for none

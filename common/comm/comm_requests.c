@@ -108,10 +108,12 @@ void comm_wait_all(Request **requests, int count) {
 
 // ---- starting a call ----
 
-// Counts of parts, `each` of every part if counts is NULL, in the room that the request has for them.
-static const int64_t *copy_counts(int64_t *room, const int64_t *counts, int n, int64_t each) {
-    for (int i = 0; i < n; i++) room[i] = counts ? counts[i] : each;
-    return room;
+// Counts of parts, `each` of every part if counts is NULL. The request has room for two such rows.
+static const int64_t *copy_counts(Request *r, const int64_t *counts, int n, int64_t each) {
+    int64_t *copy = r->room;
+    r->room += n;
+    for (int i = 0; i < n; i++) copy[i] = counts ? counts[i] : each;
+    return copy;
 }
 
 static int64_t sum_of(const int64_t *counts, int n) {
@@ -139,9 +141,8 @@ static Request *request_of(CollectiveKind kind, Group group, int root, DType dty
     *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group},
                    .index = comm.calls + 1};
     r->before = memset(r + 1, 0, (size_t)notices * each);
-    r->in_counts = r->before + notices;
-    r->out_counts = r->in_counts + notices;
-    r->got = (int *)(r->out_counts + notices);
+    r->room = r->before + notices;
+    r->got = (int *)(r->room + 2 * notices);
     r->met = (bool *)(r->got + notices);
     return r;
 }
@@ -194,20 +195,21 @@ static Request *start(Request *r) {
 }
 
 // The pieces of an all-reduce and a reduce: ceil(total / n) elements each, the last ones shorter.
-static const int64_t *copy_pieces(int64_t *room, int64_t total, int n) {
+static const int64_t *copy_pieces(Request *r, int64_t total, int n) {
     const int64_t piece = (total + n - 1) / n;
+    int64_t counts[n];
     for (int i = 0; i < n; i++) {
         int64_t rest = total - i * piece;
-        room[i] = rest < 0 ? 0 : rest < piece ? rest : piece;
+        counts[i] = rest < 0 ? 0 : rest < piece ? rest : piece;
     }
-    return room;
+    return copy_counts(r, counts, n, piece);
 }
 
 static Request *start_reduction(CollectiveKind kind, Tensor t, ReduceOp op, int root, Group group) {
     Request *r = request_new(kind, group, root, t.dtype);
     r->call.op = op;
     r->total = tensor_count(t);
-    r->call.in_counts = copy_pieces(r->in_counts, r->total, group.size);
+    r->call.in_counts = copy_pieces(r, r->total, group.size);
     hold(r, t, t, kind == ALL_REDUCE || group.rank == root);
     return start(r);
 }
@@ -245,7 +247,7 @@ Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, Reduc
     Request *r = request_new(REDUCE_SCATTER, group, 0, in.dtype);
     int n = group.size;
     r->call.op = op;
-    r->call.in_counts = copy_counts(r->in_counts, counts, n, tensor_count(out));
+    r->call.in_counts = copy_counts(r, counts, n, tensor_count(out));
     r->parts = hash_parts(counts, n);
     r->total = sum_of(r->call.in_counts, n);
     check_parts(r, r->call.in_counts, in, out, "in", "out");
@@ -256,7 +258,7 @@ Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, Reduc
 Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group group) {
     Request *r = request_new(ALL_GATHER, group, 0, in.dtype);
     int n = group.size;
-    r->call.out_counts = copy_counts(r->out_counts, counts, n, tensor_count(in));
+    r->call.out_counts = copy_counts(r, counts, n, tensor_count(in));
     r->parts = hash_parts(counts, n);
     r->total = sum_of(r->call.out_counts, n);
     check_parts(r, r->call.out_counts, out, in, "out", "in");
@@ -266,7 +268,7 @@ Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group gro
 
 Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
     Request *r = request_new(GATHER, group, root, in.dtype);
-    r->call.out_counts = copy_counts(r->out_counts, counts, group.size, tensor_count(in));
+    r->call.out_counts = copy_counts(r, counts, group.size, tensor_count(in));
     r->parts = hash_parts(counts, group.size);
     r->total = sum_of(r->call.out_counts, group.size);
     CHECK(group.rank != root || tensor_exists(out), "gather: the root has no tensor to gather in");
@@ -277,7 +279,7 @@ Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Gro
 
 Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
     Request *r = request_new(SCATTER, group, root, out.dtype);
-    r->call.in_counts = copy_counts(r->in_counts, counts, group.size, tensor_count(out));
+    r->call.in_counts = copy_counts(r, counts, group.size, tensor_count(out));
     r->parts = hash_parts(counts, group.size);
     r->total = sum_of(r->call.in_counts, group.size);
     CHECK(group.rank != root || tensor_exists(in), "scatter: the root has no tensor to scatter");
@@ -289,7 +291,7 @@ Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Gr
 Request *comm_broadcast(Tensor t, int root, Group group) {
     Request *r = request_new(BROADCAST, group, root, t.dtype);
     r->total = tensor_count(t);
-    r->call.in_counts = copy_counts(r->in_counts, NULL, 1, r->total);
+    r->call.in_counts = copy_counts(r, NULL, 1, r->total);
     hold(r, t, t, group.rank != root);
     return start(r);
 }
@@ -303,9 +305,8 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
     CHECK(out_counts || tensor_count(out) % n == 0,
           "all_to_all: out has %lld elements, which %d parts do not divide", (long long)tensor_count(out),
           n);
-    const int64_t *give = r->call.in_counts = copy_counts(r->in_counts, in_counts, n, tensor_count(in) / n);
-    const int64_t *take = r->call.out_counts =
-        copy_counts(r->out_counts, out_counts, n, tensor_count(out) / n);
+    const int64_t *give = r->call.in_counts = copy_counts(r, in_counts, n, tensor_count(in) / n);
+    const int64_t *take = r->call.out_counts = copy_counts(r, out_counts, n, tensor_count(out) / n);
     for (int i = 0; i < n; i++)
         CHECK(give[i] >= 0 && take[i] >= 0,
               "all_to_all: part %d has %lld elements to give and %lld to take", i, (long long)give[i],
@@ -387,7 +388,7 @@ static void reduce_on_host(double *values, int count, ReduceOp op, Group group) 
     r->host = true;
     r->call.op = op;
     r->total = count;
-    r->call.in_counts = copy_pieces(r->in_counts, count, n);
+    r->call.in_counts = copy_pieces(r, count, n);
     start(r);
     request_await(r);
     for (int v = 0; v < count; v++) values[v] = r->values[v];

@@ -157,14 +157,20 @@ static void a_full_disk_leaves_older_checkpoints_intact(void **state) {
     run_free(&run);
 }
 
+// `run`, whose step 1 is saved, and `next`, which would save step 2.
+static void begin_two_steps(Run *run, Run *next) {
+    *run = run_new("dtype=bf16");
+    run_step(run);
+    run_save(run, "out");
+    *next = run_resume("out", "dtype=bf16");
+    run_step(next);
+}
+
 // At each flush in turn: three files and the folder.
 static void a_flush_that_fails_leaves_older_checkpoints_intact(void **state) {
     (void)state;
-    Run run = run_new("dtype=bf16");
-    run_step(&run);
-    run_save(&run, "out");
-    Run next = run_resume("out", "dtype=bf16");
-    run_step(&next);
+    Run run, next;
+    begin_two_steps(&run, &next);
     for (int i = 0; i < 4; i++) {
         fsync_fails = i;
         expect_refusal(save_again, &next, "Input/output error; the checkpoint of step 2 is not saved");
@@ -203,11 +209,8 @@ static void writes_that_take_a_part_at_a_time_write_all(void **state) {
 // Of the headers, and of tensors: what is written after it hides nothing.
 static void one_write_that_fails_leaves_older_checkpoints_intact(void **state) {
     (void)state;
-    Run run = run_new("dtype=bf16");
-    run_step(&run);
-    run_save(&run, "out");
-    Run next = run_resume("out", "dtype=bf16");
-    run_step(&next);
+    Run run, next;
+    begin_two_steps(&run, &next);
     for (int i = 0; i < 12; i++) {
         pwrite_fails = i;
         expect_refusal(save_again, &next, "Input/output error; the checkpoint of step 2 is not saved");
