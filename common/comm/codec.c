@@ -79,7 +79,8 @@ Request *comm_all_gather_coded(Tensor out, Tensor in, const int64_t *counts, con
         coded_counts(c, i, each);
         c->before[i] = comm_all_gather(c->all[i], own[i], each, group);
     }
-    request_then(c->before[last], decode_all, c);
+    c->before[last]->then = decode_all;
+    c->before[last]->then_context = c;
     request_claim(c->before[last], out, true);
     return c->before[last];
 }

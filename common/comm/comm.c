@@ -30,7 +30,6 @@ double comm_set_timeout(double seconds) {
 bool comm_set_check(bool on) {
     bool before = comm.check;
     comm.check = on;
-    comm.check_given = true;
     return before;
 }
 

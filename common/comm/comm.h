@@ -64,9 +64,8 @@ const char *comm_carrier(void);
 bool comm_sums_in_rank_order(void);
 // Seconds after which a wait is taken for a deadlock (--timeout); 300 by default. Returns the old value.
 double comm_set_timeout(double seconds);
-// Whether calls are compared before they start; on by default, off with --trust-calls. Kinds, groups and
-// order are compared in all groups; roots, dtypes, operations and sizes in groups of up to 64, or in all
-// groups after comm_set_check(true). With the check off, a call sends its data and nothing else, and starts
+// Whether calls are compared before they start: kind, group, order, root, dtype, operation and sizes. On by
+// default, off with --trust-calls. With the check off, a call sends its data and nothing else, and starts
 // at once: members that make different calls, or in another order, get wrong numbers or wait until
 // --timeout, and on the model clock a call starts when this rank is ready. Barriers, sums on the host and
 // dry runs are not affected. All ranks must set it alike, between the same two calls. Returns the old

@@ -217,7 +217,6 @@ static void compare(const Request *r, int i, const Notice *theirs) {
         notice_mismatch(comm.rank, &mine, rank, theirs, " of other members");
     if (r->host && theirs->count != mine.count) notice_mismatch(comm.rank, &mine, rank, theirs, "");
     if (mine.before >= theirs->before + theirs->width) crossed(rank, theirs, r);
-    if (!comm.check || (!comm.check_given && r->call.group.size > 64)) return;
     bool mirrored = mine.kind == ALL_TO_ALL || mine.kind == TRANSFERS;
     bool same =
         theirs->dtype == mine.dtype && theirs->op == mine.op && (mirrored || theirs->root == mine.root);
@@ -316,8 +315,8 @@ static bool share_a_peer(const Request *a, const Request *b) {
 // they share with one peer, in the order in which they started them.
 static bool must_follow(const Request *r) {
     if (!transport_launches()) return false;
-    for (const Request *other = comm.live; other; other = other->live_after)
-        if (other->order < r->order && !other->launched && line_of(other) != line_of(r) &&
+    for (const Request *other = r->live_after; other; other = other->live_after)  // started before r
+        if (!other->launched && line_of(other) != line_of(r) &&
             (other->call.kind != TRANSFERS || share_a_peer(r, other)))
             return true;
     return false;
@@ -355,7 +354,6 @@ void lines_push(void) {
 }
 
 void line_append(Request *r) {
-    r->order = ++comm.requests;
     r->launched = device_is_dry_run() || r->host || r->call.kind == BARRIER;
     r->trusted = !comm.check && !r->launched && !is_group(r);
     if (!r->launched && !r->trusted && !is_group(r) && r->call.kind != TRANSFERS &&

@@ -27,7 +27,7 @@ struct Request {
     bool host, given, agreed, done;
     bool trusted;                        // it sends no notices and waits for none
     bool launched;                       // the transport has been given all of it, or needs none of it
-    int64_t order, index, total;         // which request, which call of this rank, from 1; elements
+    int64_t index, total;                // which call of this rank, from 1; elements
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
     double began, waited, blocked;       // wall clock: the call, the end of its wait, and the wait's length
@@ -65,7 +65,7 @@ extern struct Comm {
     bool started, alone, finished;  // alone: no transport, as before comm_start
     int rank, ranks;
     double timeout;
-    bool check, check_given;
+    bool check;          // comm_set_check
     bool for_all;        // comm_stand_for_all
     Identity *identity;  // of each rank
     Peer *peer;          // each rank
@@ -80,7 +80,7 @@ extern struct Comm {
     } line[COMM_LINES];
     Request *live;
     const Request *waiting;  // the one that comm_wait waits for now
-    int64_t requests, calls;
+    int64_t calls;
     bool pushing;  // lines_push is under way
     bool claimed;  // this rank is the one that says why all end
     bool told;     // this rank has said where it waits, because another gave up
@@ -151,7 +151,5 @@ Request *request_new(CollectiveKind kind, Group group, int root, DType dtype);
 void request_release(Request *r);
 // The tensor belongs to the request until it is waited for.
 void request_claim(Request *r, Tensor t, bool writes);
-// comm_wait calls `then` when the request has ended.
-void request_then(Request *r, void (*then)(void *context), void *context);
 
 #endif

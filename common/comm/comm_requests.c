@@ -94,11 +94,6 @@ void comm_wait(Request *r) {
     if (then) then(context);
 }
 
-void request_then(Request *r, void (*then)(void *context), void *context) {
-    r->then = then;
-    r->then_context = context;
-}
-
 void comm_wait_all(Request **requests, int count) {
     for (int i = 0; i < count; i++) {
         if (requests[i]) comm_wait(requests[i]);
