@@ -16,8 +16,6 @@
 
 struct Comm comm = {.alone = true, .ranks = 1, .timeout = 300, .check = true};
 
-bool comm_sums_in_rank_order(void) { return transport_sums_in_rank_order(); }
-const char *comm_carrier(void) { return transport_text(); }
 int comm_ranks(void) { return comm.ranks; }
 int comm_rank(void) { return comm.rank; }
 const char *comm_host(int rank) { return comm.identity ? comm.identity[rank].host : "this machine"; }
@@ -81,7 +79,7 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
     comm.group = realloc(comm.group, sizeof *comm.group * (size_t)comm.groups);
     CHECK(comm.group, "out of host memory for groups");
     comm.group[comm.groups - 1] = (struct GroupMade){group, moves};
-    if (transport_prepares_groups() && !comm.alone && moves) prepare_group(group);
+    if (transport_launches() && !comm.alone && moves) prepare_group(group);
     return group;
 }
 

@@ -66,11 +66,9 @@ void transport_start(Place place, void (*look)(void)) {
     CHECK(state.given && state.taken, "out of host memory for %d ranks", place.ranks);
 }
 
-const char *transport_text(void) { return backend_is_host() ? "" : "MPI through host memory"; }
+const char *comm_carrier(void) { return backend_is_host() ? "" : "MPI through host memory"; }
 
-bool transport_sums_in_rank_order(void) { return true; }
-
-bool transport_prepares_groups(void) { return false; }
+bool comm_sums_in_rank_order(void) { return true; }
 
 bool transport_launches(void) { return false; }
 

@@ -1,25 +1,14 @@
 // comm_mpi_calls.c: the flows of which each call consists.
 #include "comm_mpi.h"
 
-// Bytes of part i, and where it begins.
-static int64_t part_bytes(const Collective *c, const int64_t *counts, int i) {
-    return counts[i] * (int64_t)dtype_size(c->dtype);
-}
-
-static int64_t part_offset(const Collective *c, const int64_t *counts, int i) {
-    int64_t offset = 0;
-    for (int j = 0; j < i; j++) offset += part_bytes(c, counts, j);
-    return offset;
-}
-
 // Bytes of the piece that member i sums up; in a small all-reduce of two members, the whole tensor.
 static int64_t piece_bytes(const Operation *o, int i) {
     const Collective *c = &o->call;
-    return o->whole ? part_offset(c, c->in_counts, 2) : part_bytes(c, c->in_counts, i);
+    return o->whole ? c->in_bytes : part_bytes(c, c->in_counts, i);
 }
 
-static int64_t piece_offset(const Operation *o, int i) {
-    return o->whole ? 0 : part_offset(&o->call, o->call.in_counts, i);
+static char *piece_at(const Operation *o, const char *whole, int i) {
+    return part_at(&o->call, whole, o->call.in_counts, o->whole ? 0 : i);
 }
 
 // Steps 1 and 2: all members' copies of my piece come to me and are added into `result`. Returns in
@@ -27,7 +16,7 @@ static int64_t piece_offset(const Operation *o, int i) {
 static void start_reduction(Operation *o, const char *in, char *result, bool result_ring, Flow **given) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
-    o->own = in + piece_offset(o, me);
+    o->own = piece_at(o, in, me);
     if (n == 1) {
         copy_part(result, o->own, piece_bytes(o, me));
         return;
@@ -44,7 +33,7 @@ static void start_reduction(Operation *o, const char *in, char *result, bool res
     if (result_ring) ring += slots * segment_size();
     for (int i = 0; i < n; i++) {
         if (i == me) continue;
-        given[i] = flow_add(o, true, i, TAG_DATA, (char *)in + piece_offset(o, i), piece_bytes(o, i));
+        given[i] = flow_add(o, true, i, TAG_DATA, piece_at(o, in, i), piece_bytes(o, i));
         o->taken[i] = flow_add(o, false, i, TAG_DATA, ring, o->piece_bytes);
         o->taken[i]->held = true;
         o->taken[i]->limit = &o->reduced;
@@ -58,8 +47,8 @@ static void start_all_reduce(Operation *o) {
     int n = c->group.size, me = c->group.rank;
     char *t = c->out;
     Flow *given[n];
-    o->whole = n == 2 && part_offset(c, c->in_counts, n) <= segment_size();
-    start_reduction(o, t, t + piece_offset(o, me), false, given);
+    o->whole = n == 2 && c->in_bytes <= segment_size();
+    start_reduction(o, t, piece_at(o, t, me), false, given);
     if (o->whole) o->leaves = given[1 - me];
     for (int i = 0; i < n && !o->whole; i++) {
         if (i == me) continue;
@@ -78,7 +67,7 @@ static void start_reduce(Operation *o) {
     int n = c->group.size, me = c->group.rank, root = c->root;
     char *t = c->out;
     Flow *given[n];
-    start_reduction(o, t, t + part_offset(c, c->in_counts, me), me != root, given);
+    start_reduction(o, t, piece_at(o, t, me), me != root, given);
     if (me != root) {
         Flow *back = flow_add(o, true, root, TAG_RESULT, o->result, o->piece_bytes);
         back->cast = true;  // to one reader, but not through the slots of what is sent to it
@@ -93,41 +82,32 @@ static void start_reduce(Operation *o) {
     }
 }
 
-// Sends parts of `in` to members, receives parts of `out` from them; NULL counts: nothing in that
-// direction. My own part is copied.
-static void start_exchange(Operation *o, const char *in, const int64_t *in_counts, char *out,
-                           const int64_t *out_counts) {
+static void start_all_to_all(Operation *o) {
     const Collective *c = &o->call;
+    const int64_t *give = c->in_counts, *take = c->out_counts;
     int n = c->group.size, me = c->group.rank;
-    if (in_counts && out_counts)
-        copy_part(out + part_offset(c, out_counts, me), in + part_offset(c, in_counts, me),
-                  part_bytes(c, in_counts, me));
+    copy_part(part_at(c, c->out, take, me), part_at(c, c->in, give, me), part_bytes(c, give, me));
     // Each begins with its right neighbour, so that not all send to member 0 first.
     for (int step = 1; step < n; step++) {
         int to = (me + step) % n, from = (me - step + n) % n;
-        if (in_counts)
-            flow_add(o, true, to, TAG_DATA, (char *)in + part_offset(c, in_counts, to),
-                     part_bytes(c, in_counts, to));
-        if (out_counts)
-            flow_add(o, false, from, TAG_DATA, out + part_offset(c, out_counts, from),
-                     part_bytes(c, out_counts, from));
+        flow_add(o, true, to, TAG_DATA, part_at(c, c->in, give, to), part_bytes(c, give, to));
+        flow_add(o, false, from, TAG_DATA, part_at(c, c->out, take, from), part_bytes(c, take, from));
     }
 }
 
 static void start_all_gather(Operation *o) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
-    int64_t bytes = part_bytes(c, c->out_counts, me);
-    char *out = c->out;
+    char *mine = part_at(c, c->out, c->out_counts, me);
     for (int step = 1; step < n; step++) {
         int to = (me + step) % n, from = (me - step + n) % n;
-        Flow *give = flow_add(o, true, to, TAG_DATA, (char *)c->in, bytes);
-        Flow *take = flow_add(o, false, from, TAG_DATA, out + part_offset(c, c->out_counts, from),
+        Flow *give = flow_add(o, true, to, TAG_DATA, (char *)c->in, c->in_bytes);
+        Flow *take = flow_add(o, false, from, TAG_DATA, part_at(c, c->out, c->out_counts, from),
                               part_bytes(c, c->out_counts, from));
         give->cast = take->cast = true;
-        if (give->channel) o->keep = out + part_offset(c, c->out_counts, me);
+        if (give->channel) o->keep = mine;
     }
-    if (!o->keep) copy_part(out + part_offset(c, c->out_counts, me), c->in, bytes);
+    if (!o->keep) copy_part(mine, c->in, c->in_bytes);
 }
 
 // Between the root and all others: part i of `all` at the root, `mine` at member i.
@@ -140,7 +120,7 @@ static void start_rooted(Operation *o, bool to_root, char *mine, char *all) {
         return;
     }
     for (int i = 0; i < c->group.size; i++) {
-        char *part = all + part_offset(c, counts, i);
+        char *part = part_at(c, all, counts, i);
         if (i != me) flow_add(o, !to_root, i, TAG_DATA, part, part_bytes(c, counts, i));
         else copy_part(to_root ? part : mine, to_root ? mine : part, part_bytes(c, counts, i));
     }
@@ -148,7 +128,7 @@ static void start_rooted(Operation *o, bool to_root, char *mine, char *all) {
 
 static void start_broadcast(Operation *o) {
     const Collective *c = &o->call;
-    int64_t bytes = part_bytes(c, c->in_counts, 0);
+    int64_t bytes = c->in_bytes;
     if (c->group.rank != c->root) flow_add(o, false, c->root, TAG_DATA, c->out, bytes)->cast = true;
     for (int i = 0; i < c->group.size && c->group.rank == c->root; i++)
         if (i != c->root) flow_add(o, true, i, TAG_DATA, c->out, bytes)->cast = true;
@@ -199,7 +179,7 @@ void start_call(Operation *o) {
             start_broadcast(o);
             break;
         case ALL_TO_ALL:
-            start_exchange(o, c->in, c->in_counts, c->out, c->out_counts);
+            start_all_to_all(o);
             break;
         case TRANSFERS:
             start_transfers(o);

@@ -149,9 +149,7 @@ char *scratch(const Operation *o, size_t bytes) {
 
 // ---- start ----
 
-bool transport_sums_in_rank_order(void) { return false; }
-
-bool transport_prepares_groups(void) { return true; }
+bool comm_sums_in_rank_order(void) { return false; }
 
 bool transport_launches(void) { return true; }
 
@@ -173,7 +171,7 @@ void transport_start(Place place, void (*look)(void)) {
     device_on_wait(look);
 }
 
-const char *transport_text(void) {
+const char *comm_carrier(void) {
     static char text[128];
     snprintf(text, sizeof text, "NCCL %s%s", version_text(version()),
              state.sharing ? " in a test mode: ranks share GPUs, and their bytes go over sockets" : "");

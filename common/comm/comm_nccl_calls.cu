@@ -23,21 +23,6 @@ enum { CHUNK_BYTES = 4 << 20 };  // of a piece, reduced by a member at once; its
 
 // ---- moving bytes ----
 
-static int64_t part_bytes(const Collective *c, const int64_t *counts, int i) {
-    return counts[i] * (int64_t)dtype_size(c->dtype);
-}
-
-// Elements before part i.
-static int64_t first_of(const int64_t *counts, int i) {
-    int64_t first = 0;
-    for (int j = 0; j < i; j++) first += counts[j];
-    return first;
-}
-
-static char *part_at(const Collective *c, const void *whole, const int64_t *counts, int i) {
-    return (char *)whole + first_of(counts, i) * (int64_t)dtype_size(c->dtype);
-}
-
 static void copy(const Operation *o, void *to, const void *from, int64_t bytes) {
     if (bytes > 0 && to != from)
         CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, stream_of(o)));
@@ -191,9 +176,9 @@ static void reduce_by_nccl(Operation *o) {
     ncclDataType_t type = nccl_dtype(c->dtype);
     ncclRedOp_t op = c->op == REDUCE_MAX ? ncclMax : ncclSum;
     ncclComm_t comm = o->comm->nccl;
-    size_t total = (size_t)first_of(counts, n);
-    int64_t K = (int64_t)total * (int64_t)dtype_size(c->dtype), k = part_bytes(c, counts, me);
-    o->sent = K - k;
+    size_t total = (size_t)c->in_bytes / dtype_size(c->dtype);
+    int64_t k = part_bytes(c, counts, me);
+    o->sent = c->in_bytes - k;
     if (total == 0) return;
     group_begin();
     if (c->kind == ALL_REDUCE) {
@@ -219,12 +204,11 @@ static void all_gather(Operation *o) {
     const int64_t *counts = c->out_counts;
     int n = c->group.size, me = c->group.rank;
     ncclComm_t comm = o->comm->nccl;
-    o->sent = (n - 1) * part_bytes(c, counts, me);
+    o->sent = (n - 1) * c->in_bytes;
     group_begin();
     if (parts_are_equal(counts, n)) {
         if (counts[0])
-            NCCL_CALL(ncclAllGather(c->in, c->out, (size_t)part_bytes(c, counts, me), ncclInt8, comm,
-                                    stream_of(o)));
+            NCCL_CALL(ncclAllGather(c->in, c->out, (size_t)c->in_bytes, ncclInt8, comm, stream_of(o)));
     } else {
         for (int i = 0; i < n; i++)
             if (counts[i])
@@ -237,7 +221,7 @@ static void all_gather(Operation *o) {
 
 static void broadcast(Operation *o) {
     const Collective *c = &o->call;
-    int64_t bytes = part_bytes(c, c->in_counts, 0);
+    int64_t bytes = c->in_bytes;
     if (c->group.rank == c->root) o->sent = (c->group.size - 1) * bytes;
     if (bytes == 0) return;
     group_begin();
@@ -421,8 +405,7 @@ static void reduce_directly(Operation *o) {
 static void move_own(Operation *o) {
     const Collective *c = &o->call;
     if (c->kind == TRANSFERS) transfer_own(o);
-    else if (c->kind != ALL_REDUCE && c->kind != REDUCE && c->kind != BROADCAST)
-        copy(o, c->out, c->in, part_bytes(c, c->in_counts ? c->in_counts : c->out_counts, 0));
+    else copy(o, c->out, c->in, c->in_bytes);
 }
 
 void next_of_call(Operation *o) {

@@ -171,6 +171,8 @@ static void hold(Request *r, Tensor out, Tensor in, bool writes) {
     if (tensor_exists(out) && writes) request_claim(r, out, true);
     r->call.out = tensor_exists(out) ? tensor_address(out) : NULL;
     r->call.in = tensor_exists(in) ? tensor_address(in) : NULL;
+    r->call.out_bytes = tensor_exists(out) && writes ? tensor_bytes(out) : 0;
+    r->call.in_bytes = tensor_exists(in) ? tensor_bytes(in) : 0;
 }
 
 static Request *start(Request *r) {

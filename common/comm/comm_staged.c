@@ -19,7 +19,6 @@ struct Stage {
     Collective real, *call;
     Transfer *transfers;
     Storage *storage;  // of each transfer's tensor, in host memory
-    int64_t out_bytes;
 };
 
 static char *room(Buffer *buffer, int64_t bytes) {
@@ -39,14 +38,6 @@ static void fetch(void *to, const void *from, int64_t bytes) {
 
 static void put_back(void *to, const void *from, int64_t bytes) {
     if (bytes > 0) backend_from_host(to, from, (size_t)bytes);
-}
-
-// Bytes of all parts or, if not `all`, of mine.
-static int64_t bytes_of_parts(const Collective *c, const int64_t *counts, bool all) {
-    int64_t count = 0;
-    for (int i = 0; counts && i < c->group.size; i++)
-        if (all || i == c->group.rank) count += counts[i];
-    return count * (int64_t)dtype_size(c->dtype);
 }
 
 static void stage_transfers(Stage *s) {
@@ -74,58 +65,21 @@ Stage *stage_begin(Collective *call) {
     if (backend_is_host()) return NULL;
     Stage *s = host_alloc(sizeof *s);
     *s = (Stage){.real = *call, .call = call};
-    const Collective *real = &s->real;
-    bool is_root = real->group.rank == real->root;
-    int64_t in = 0, out = 0;  // bytes
-    switch (real->kind) {
-        case ALL_REDUCE:
-        case REDUCE:
-            in = bytes_of_parts(real, real->in_counts, true);
-            out = real->kind == ALL_REDUCE || is_root ? in : 0;
-            break;
-        case BROADCAST:
-            in = real->in_counts[0] * (int64_t)dtype_size(real->dtype);
-            out = is_root ? 0 : in;
-            break;
-        case REDUCE_SCATTER:
-            in = bytes_of_parts(real, real->in_counts, true);
-            out = bytes_of_parts(real, real->in_counts, false);
-            break;
-        case ALL_GATHER:
-            in = bytes_of_parts(real, real->out_counts, false);
-            out = bytes_of_parts(real, real->out_counts, true);
-            break;
-        case GATHER:
-            in = bytes_of_parts(real, real->out_counts, false);
-            out = is_root ? bytes_of_parts(real, real->out_counts, true) : 0;
-            break;
-        case SCATTER:
-            in = is_root ? bytes_of_parts(real, real->in_counts, true) : 0;
-            out = bytes_of_parts(real, real->in_counts, false);
-            break;
-        case ALL_TO_ALL:
-            in = bytes_of_parts(real, real->in_counts, true);
-            out = bytes_of_parts(real, real->out_counts, true);
-            break;
-        case TRANSFERS:
-            stage_transfers(s);
-            return s;
-        case BARRIER:
-        case COLLECTIVE_KINDS:
-            return s;
+    if (call->kind == TRANSFERS) {
+        stage_transfers(s);
+        return s;
     }
-    s->out_bytes = out;
-    call->in = room(&given[real->group.line], in);
-    fetch((void *)call->in, real->in, in);
+    call->in = room(&given[call->group.line], call->in_bytes);
+    fetch((void *)call->in, s->real.in, call->in_bytes);
     // These calls work in place.
-    bool in_place = real->kind == ALL_REDUCE || real->kind == REDUCE || real->kind == BROADCAST;
-    call->out = in_place ? (void *)call->in : room(&got[real->group.line], out);
+    bool in_place = call->kind == ALL_REDUCE || call->kind == REDUCE || call->kind == BROADCAST;
+    call->out = in_place ? (void *)call->in : room(&got[call->group.line], call->out_bytes);
     return s;
 }
 
 void stage_end(Stage *s) {
     const Collective *real = &s->real;
-    put_back(real->out, s->call->out, s->out_bytes);
+    put_back(real->out, s->call->out, real->out_bytes);
     for (int i = 0; s->transfers && i < real->transfer_count; i++) {
         const Transfer *t = &real->transfers[i];
         if (!t->send) put_back(tensor_address(t->t), s->storage[i].memory, tensor_bytes(t->t));

@@ -3,7 +3,7 @@
 //
 // The control plane (control.c, over Open MPI) joins the ranks, passes their notices, and ends them all
 // together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c,
-// or comm_nccl.cu between GPUs.
+// or comm_nccl.cu between GPUs; it also defines comm_carrier and comm_sums_in_rank_order (comm.h).
 //
 // Nothing here waits, except where the comment says so and where NCCL connects ranks (comm_nccl.cu):
 // transport_test advances an operation and says whether it is done. So only the front decides how long to
@@ -95,6 +95,7 @@ typedef struct Collective {
     Group group;
     void *out;
     const void *in;
+    int64_t out_bytes, in_bytes;  // that it writes and reads there; 0: nothing on this rank
     const int64_t *out_counts, *in_counts;  // as in comm.h; of all-reduce and reduce, their pieces
     const Transfer *transfers;
     const int64_t *open;  // per transfer: 0 until its other end has come, then more than any count
@@ -102,6 +103,16 @@ typedef struct Collective {
     const bool *agreed;   // for a call that runs early (transport_runs_early), else NULL
     void *mark;           // from transport_mark
 } Collective;
+
+// Part i of a tensor that has so many elements in each part: its bytes, and its place.
+static inline int64_t part_bytes(const Collective *c, const int64_t *counts, int i) {
+    return counts[i] * (int64_t)dtype_size(c->dtype);
+}
+static inline char *part_at(const Collective *c, const void *whole, const int64_t *counts, int i) {
+    char *at = (char *)whole;
+    for (int j = 0; j < i; j++) at += part_bytes(c, counts, j);
+    return at;
+}
 
 // Where this rank is among all and on its machine.
 typedef struct Place {
@@ -114,10 +125,6 @@ typedef struct Place {
 // Call it after control_start; waits for the others. While the host waits for the device, `look` is called
 // repeatedly.
 void transport_start(Place place, void (*look)(void));
-// As comm_carrier.
-const char *transport_text(void);
-// As comm_sums_in_rank_order.
-bool transport_sums_in_rank_order(void);
 // transport_finish ends the transport on all ranks, before control_finish. transport_abort ends it on one
 // rank at once, whatever the others do.
 void transport_finish(void);
@@ -125,16 +132,14 @@ void transport_abort(void);
 
 typedef struct Operation Operation;
 
-// NULL if the group needs no preparation. Otherwise all ranks of the world call this at the same time, even
-// those that are not members (rank -1); when the operation ends, the group can move data. color: the same
-// on all members of a group and on no others; as: the handle of an older group with the same members, or
-// -1.
-Operation *transport_group(Group group, int color, int as);
-bool transport_prepares_groups(void);
 // Whether operations are launched on a device, where they may wait for each other, and where the host may
 // wait for launches of other ranks. comm_agreement.c then launches them in the order in which they were
-// started.
+// started, and comm.c prepares each group.
 bool transport_launches(void);
+// Only then: prepares a group. All ranks of the world call it at the same time, even those that are not
+// members (rank -1); when the operation ends, the group can move data. color: the same on all members of a
+// group and on no others; as: the handle of an older group with the same members, or -1.
+Operation *transport_group(Group group, int color, int as);
 
 // Whether this call, which is not a batch of transfers, may run before the other members have agreed to it:
 // it then sends this rank's data, but uses nothing of theirs until *agreed.

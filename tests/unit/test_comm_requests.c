@@ -246,7 +246,7 @@ int MPI_Test(MPI_Request *request, int *come, MPI_Status *status) {
 }
 
 // Whether all ranks are on one machine, with their tensors in its memory.
-static bool shares_memory(void) { return n > 1 && !*transport_text(); }
+static bool shares_memory(void) { return n > 1 && !*comm_carrier(); }
 
 // One rank tells another, bypassing comm, that it has reached some point.
 static void tell(int rank) { MPI_Send(NULL, 0, MPI_BYTE, rank, 0, MPI_COMM_WORLD); }
@@ -273,7 +273,7 @@ static void what_has_come_rings(void) {
     Tensor t = tensor_of(F32, me, 1000);
     uint32_t heard = doorbell_count();
     doorbell_ring(me);
-    const bool rings = n > 1 && !strstr(transport_text(), "NCCL");
+    const bool rings = n > 1 && !strstr(comm_carrier(), "NCCL");
     if (rings && doorbell_count() == heard) note("a rank has not heard its own doorbell");
     doorbell_wait(heard);  // returns, although no one rings any more
     heard = doorbell_count();

@@ -48,7 +48,7 @@ static void expect_waits(const char *flags, int once, int passes) {
     if (reads != expected)
         note("%s: %lld reads, expected %lld", flags, (long long)reads, (long long)expected);
     // With MPI each transfer of a GPU goes through the host.
-    if (strstr(transport_text(), "NCCL") && waits != expected)
+    if (strstr(comm_carrier(), "NCCL") && waits != expected)
         note("%s: %lld waits, expected %lld", flags, (long long)waits, (long long)expected);
     trainer_free(t);
 }
