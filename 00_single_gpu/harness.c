@@ -290,7 +290,7 @@ int program_main(int argc, char **argv, const Program *own_program) {
     if (config.save) checkpoint_check_place(config.save);
     // The same checkpoint throughout, even when --save writes newer ones beside it.
     const char *folder = config.resume ? config.resume : config.init;
-    char *from = folder ? checkpoint_newest_of_all(folder) : NULL;
+    char *from = folder ? checkpoint_newest(folder) : NULL;
     if (from) checkpoint_config(from, &config), config.model = from;
     if (config.resume) config.resume = from;
     else config.init = from;

@@ -17,7 +17,6 @@
 #include "cost_memory.h"
 #include "files.h"
 #include "find_config.h"
-#include "train/checkpoint.h"
 
 // ---- comma-separated values ----
 

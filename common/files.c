@@ -23,6 +23,25 @@ const char *fault_text(const char *format, ...) {
     return sentence;
 }
 
+const char *file_fault(const char *verb, const char *path) {
+    return fault_text("cannot %s %s: %s", verb, path, strerror(errno));
+}
+
+static int compare_names(const void *a, const void *b) {
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+const char *name_twice(char *const *names, int count) {
+    char **sorted = host_alloc(count * sizeof *sorted);
+    for (int i = 0; i < count; i++) sorted[i] = names[i];
+    qsort(sorted, count, sizeof *sorted, compare_names);
+    const char *twice = NULL;
+    for (int i = 1; i < count && !twice; i++)
+        if (!strcmp(sorted[i - 1], sorted[i])) twice = sorted[i];
+    free(sorted);
+    return twice;
+}
+
 // How many bytes the character has that begins here, or 0: too few follow, it is a surrogate, beyond the last
 // one, or written longer than it needs.
 static int utf8_length(const unsigned char *c) {
@@ -161,6 +180,14 @@ void output_close(FILE *out, const char *flag, const char *name) {
           beside ? "; an older one is as it was" : "");
     free(part);
     free(target);
+}
+
+const char *file_close_flushed(FILE *file, const char *path) {
+    bool flushed = !ferror(file) && fflush(file) == 0 && fsync(fileno(file)) == 0;
+    int error = errno;                // fclose may overwrite the cause
+    bool closed = fclose(file) == 0;  // some file systems report a full disk here at the earliest
+    if (!flushed) errno = error;
+    return flushed && closed ? NULL : file_fault("write", path);
 }
 
 // ---- reading ----

@@ -11,6 +11,11 @@ extern "C" {
 // The sentence that says what is wrong, for a function that returns it. It lasts until the next one.
 const char *fault_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
+// "cannot VERB PATH: " and the text of errno, as such a sentence.
+const char *file_fault(const char *verb, const char *path);
+// The first of `count` names that occurs twice, or NULL.
+const char *name_twice(char *const *names, int count);
+
 // Puts a '?' in place of each byte that is not part of UTF-8, which JSON and SVG are written in: a path may
 // have any.
 void make_utf8(char *text);
@@ -27,6 +32,9 @@ void output_check(const char *flag, const char *name);
 FILE *output_open(const char *flag, const char *name);
 // Closes it and gives it its final name.
 void output_close(FILE *file, const char *flag, const char *name);
+// Flushes any file that was written to the disk and closes it. Returns NULL, or the sentence that says what
+// failed now or in an earlier write.
+const char *file_close_flushed(FILE *file, const char *path);
 
 // ---- reading ----
 

@@ -7,7 +7,7 @@
 // DIR/.step-000123.tmp; all its files are on the disk before one rename makes it real: flush the files,
 // flush the folder, rename, flush the parent. A reader of DIR sees the old state or the new one. No rank
 // ever holds more of a weight than it trains with: each writes, and reads, its own ranges of the files.
-#include "checkpoint.h"
+#include "checkpoint_inside.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "comm/comm.h"
+#include "files.h"
 
 static const char *const model_name = "model.safetensors";
 static const char *const optimizer_name = "optimizer.safetensors";

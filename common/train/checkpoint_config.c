@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "checkpoint.h"
+#include "checkpoint_inside.h"
 #include "files.h"
 
 enum { CONFIG_MAX = 1000000 };  // bytes

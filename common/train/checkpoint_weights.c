@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "checkpoint.h"
+#include "checkpoint_inside.h"
 #include "files.h"
 
 enum { INDEX_MAX = 100000000 };  // bytes

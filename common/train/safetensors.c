@@ -15,8 +15,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "checkpoint.h"
 #include "files.h"
+#include "safetensors.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are little-endian");
 
@@ -32,10 +32,6 @@ static const char *const dtype_names[DTYPES] = {"F64", "F32", "BF16", "F16", "F8
 // Valid in a safetensors file, but not a DType here.
 static const char *const foreign_dtypes[] = {"I64",  "U64", "U32", "I16",     "U16",     "I8",     "U8",
                                              "BOOL", "C64", "F4",  "F8_E8M0", "F6_E2M3", "F6_E3M2"};
-
-const char *file_fault(const char *verb, const char *path) {
-    return fault_text("cannot %s %s: %s", verb, path, strerror(errno));
-}
 
 // ---- the header ----
 
@@ -53,21 +49,6 @@ static bool has_escaped_zero(const char *json) {
         if (!strncmp(json, "\\u0000", 6)) return true;
         else if (!json[1]) return false;
     return false;
-}
-
-static int compare_names(const void *a, const void *b) {
-    return strcmp(*(char *const *)a, *(char *const *)b);
-}
-
-const char *name_twice(char *const *names, int count) {
-    char **sorted = host_alloc(count * sizeof *sorted);
-    for (int i = 0; i < count; i++) sorted[i] = names[i];
-    qsort(sorted, count, sizeof *sorted, compare_names);
-    const char *twice = NULL;
-    for (int i = 1; i < count && !twice; i++)
-        if (!strcmp(sorted[i - 1], sorted[i])) twice = sorted[i];
-    free(sorted);
-    return twice;
 }
 
 static const char *parse_metadata(const cJSON *object, SafeTensors *result) {
@@ -303,14 +284,6 @@ static char *header_text(const SafeTensors *contents) {
     cJSON_free(json);
     cJSON_Delete(header);
     return text;
-}
-
-const char *file_close_flushed(FILE *file, const char *path) {
-    bool flushed = !ferror(file) && fflush(file) == 0 && fsync(fileno(file)) == 0;
-    int error = errno;                // fclose may overwrite the cause
-    bool closed = fclose(file) == 0;  // some file systems report a full disk here at the earliest
-    if (!flushed) errno = error;
-    return flushed && closed ? NULL : file_fault("write", path);
 }
 
 // Where the first tensor's bytes begin.

@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-#include "train/checkpoint.h"
+#include "train/safetensors.h"
 
 // Puts the bytes of tensor number `tensor` into host memory.
 typedef void (*TensorRead)(void *context, int tensor, uint8_t *bytes);

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 
 #include "checkpoints.h"
+#include "train/checkpoint_inside.h"
 
 // ---- the calls that make a checkpoint durable: recorded, and made to fail ----
 

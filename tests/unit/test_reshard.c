@@ -9,6 +9,7 @@
 
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "ranks.h"
+#include "train/safetensors.h"
 
 // ---- layouts ----
 
