@@ -132,6 +132,9 @@ typedef struct Option {
 // sentence names it; it also says if another program of this book has the flag. Targets of type TEXT point
 // into argv. `purpose` is the first line of --help; further lines of it are shown as examples.
 void options_parse(int argc, char **argv, const char *purpose, Option *table, int count);
+// For what must be known before that: the value typed for a flag ("--model"), "" if it has none, NULL if the
+// flag is not there.
+const char *option_typed(int argc, char **argv, const char *flag);
 // The first flag in the table that is one of these names ("dp tp") and was typed, or NULL.
 const char *option_given(const Option *table, int count, const char *names);
 // Fatal if one of these flags was typed: they mean nothing without `reader`, which would read them.

@@ -296,6 +296,16 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
     }
 }
 
+const char *option_typed(int argc, char **argv, const char *flag) {
+    size_t length = strlen(flag);
+    for (int i = 1; i < argc; i++) {
+        if (!strncmp(argv[i], flag, length) && argv[i][length] == '=') return argv[i] + length + 1;
+        if (!strcmp(argv[i], flag))
+            return i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0 ? argv[i + 1] : "";
+    }
+    return NULL;
+}
+
 const char *option_given(const Option *table, int count, const char *names) {
     for (int i = 0; i < count; i++)
         if (table[i].given && word_among(names, table[i].name)) return table[i].name;

@@ -228,19 +228,9 @@ static void look_from_device(void) {
 
 // ---- start and end ----
 
-// The value of --name in argv; NULL without it.
-static const char *argument(int argc, char **argv, const char *name) {
-    size_t length = strlen(name);
-    for (int i = 1; i < argc; i++) {
-        if (!strncmp(argv[i], name, length) && argv[i][length] == '=') return argv[i] + length + 1;
-        if (!strcmp(argv[i], name)) return i + 1 < argc ? argv[i + 1] : "";
-    }
-    return NULL;
-}
-
 // The number given for --name in argv, else `standard`.
 static double number(int argc, char **argv, const char *name, double standard) {
-    const char *text = argument(argc, argv, name);
+    const char *text = option_typed(argc, argv, name);
     if (!text) return standard;
     char *end;
     double value = strtod(text, &end);
@@ -302,7 +292,7 @@ void comm_start(int argc, char **argv, int natural) {
     double wanted = number(argc, argv, "--ranks", 0);
     CHECK(wanted == floor(wanted) && wanted <= 4096, "--ranks %g is not a whole number up to 4096", wanted);
     comm.timeout = number(argc, argv, "--timeout", comm.timeout);
-    if (argument(argc, argv, "--trust-calls")) comm_set_check(false);
+    if (option_typed(argc, argv, "--trust-calls")) comm_set_check(false);
     int ranks = wanted > 0 ? (int)wanted : natural;
     comm.started = true;
     comm.alone = !control_launched() && ranks == 1;

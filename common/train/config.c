@@ -225,16 +225,6 @@ static void change_standards(Shared *table, int count, Option *own, int own_coun
     }
 }
 
-// The value typed for --model, or NULL. The real parser comes later, and checks how it was typed.
-static const char *typed_model(int argc, char **argv) {
-    const char *model = NULL;
-    for (int i = 1; i < argc; i++) {
-        if (strncmp(argv[i], "--model=", 8) == 0) model = argv[i] + 8;
-        if (strcmp(argv[i], "--model") == 0) model = argv[i + 1];
-    }
-    return model && *model && strncmp(model, "--", 2) != 0 ? model : NULL;
-}
-
 // Where the parser puts the value of an option that becomes a setting.
 typedef union Value {
     int64_t integer;
@@ -262,7 +252,8 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     Shared shared[MAX_OPTIONS];
     int shared_count = shared_options(shared, &c);
 
-    const char *model = groups & CONFIG_MODEL ? typed_model(argc, argv) : NULL;
+    const char *model = groups & CONFIG_MODEL ? option_typed(argc, argv, "--model") : NULL;
+    if (model && !*model) model = NULL;  // which the parser refuses
     const Preset *standard = preset_of_program(&defaults), *preset = model ? preset_find(model) : standard;
     Option owned[MAX_OPTIONS];
     Value value[MAX_OPTIONS] = {{0}};
