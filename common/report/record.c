@@ -95,22 +95,6 @@ void record_free(Record *record) {
     *record = (Record){0};
 }
 
-Record record_apart(const Record *record) {
-    size_t n = (size_t)record->tensors;
-    Record part = *record;
-    part.tensors = 0;
-    part.name = host_alloc(sizeof(char *) * n);
-    part.count = host_alloc(sizeof(int64_t) * n);
-    part.grad = host_alloc(sizeof(double *) * n);
-    for (size_t i = 0; i < n; i++) {
-        if (!record->apart[i]) continue;
-        part.name[part.tensors] = record->name[i];
-        part.count[part.tensors] = record->count[i];
-        part.grad[part.tensors++] = record->grad[i];
-    }
-    return part;
-}
-
 // ---- one rank's record for all ----
 
 // The record is traversed three times: for its size, to pack it into bytes, and on other ranks to unpack it.

@@ -149,14 +149,40 @@ static bool worse(double error, double than) { return isnan(error) || error > th
 
 // One row: a quantity is represented by its worst tensor.
 typedef struct Row {
-    char title[64], fault[200];  // "30 gradients"; why nothing could be compared, or ""
-    const char *name, *tensor;   // "gradients"; "": there is one array alone
+    const char *name, *tensor;  // "gradients"; "": there is one array alone
+    char fault[200];            // why nothing could be compared, or ""
+    int tensors;
+    int64_t elements;  // of the last tensor
     Difference worst;
-    int64_t differing;  // elements whose bits differ
-    int failing, alike,
-        tensors;  // tensors that fail, and those of them that are off by the worst one's factor
+    double largest;      // norm of a baseline
+    int64_t differing;   // elements whose bits differ
+    int failing, alike;  // tensors that fail, and those of them that are off by the worst one's factor
     bool holds;
 } Row;
+
+static Row row_new(const char *name) {
+    return (Row){.name = name, .tensor = "", .worst = {"", -1, 0, 1}, .holds = true};
+}
+
+// One tensor beside its baseline.
+typedef struct Compared {
+    Difference difference;
+    int64_t elements, differing;
+    double norm;  // of the baseline
+    bool holds;
+} Compared;
+
+// The row shows one tensor: one that fails rather than one that holds, then the larger error.
+static void row_add(Row *row, const Compared *c) {
+    bool worst = row->holds == c->holds ? worse(c->difference.relative, row->worst.relative) : row->holds;
+    if (worst) row->worst = c->difference;
+    if (row->tensors++) row->tensor = row->worst.what;
+    row->elements = c->elements;
+    row->largest = fmax(row->largest, c->norm);
+    row->differing += c->differing;
+    row->failing += !c->holds;
+    row->holds = row->holds && c->holds;
+}
 
 // A tensor below noise has no direction, so its scale is not checked.
 static bool tensor_holds(const Difference *d, int64_t bits, bool noise, ProofClass proof, double bound) {
@@ -177,64 +203,51 @@ static void note_nearest(ProofClass proof, double error, double bound) {
     report.bound[proof] = bound;
 }
 
-static Row compare_quantity(Quantity x, Quantity y, double least, const Record *baseline, ProofClass proof,
-                            double bound, cJSON *json) {
-    Row row = {.name = y.name, .tensor = "", .worst = {"", -1, 0, 1}, .tensors = y.tensors};
-    snprintf(row.title, sizeof row.title, "%lld %s", (long long)(y.tensors > 1 ? y.tensors : y.count[0]),
-             y.name);
-    if (!quantities_pair(&x, &y, row.fault)) return row;
-    if (quantity_is_zero(&y)) {
+// The gradients of routers are judged together with all others, by the same measure of noise, but also shown
+// in a row of their own, *routers, as their error has other causes.
+static Row compare_quantity(const Record *run, const Record *baseline, int which, ProofClass proof,
+                            double bound, Row *routers, cJSON *json) {
+    const Quantity x = quantity_of(run, which), y = quantity_of(baseline, which);
+    const double least = REPORT_NOISE * quantity_largest(&y);
+    Row row = row_new(y.name);
+    if (quantities_pair(&x, &y, row.fault) && quantity_is_zero(&y))
         snprintf(row.fault, sizeof row.fault, "all of %s's are zero, so nothing was compared",
                  baseline->title);
+    if (*row.fault) {
+        row.tensors = y.tensors, row.elements = y.count[0];
+        row.holds = false;
         return row;
     }
     double *factor = host_alloc(sizeof(double) * (size_t)y.tensors);
-    row.holds = true;
     for (int i = 0; i < y.tensors; i++) {
         int j = quantity_partner(&x, &y, i, row.fault);
         Difference d = difference_above(y.tensor[i], x.values[j], y.values[i], y.count[i], least);
-        int64_t bits = differing_elements(x.values[j], y.values[i], y.count[i]);
-        bool holds =
-            tensor_holds(&d, bits, difference_norm(y.values[i], y.count[i]) <= least, proof, bound);
-        // The row shows one tensor: one that fails rather than one that holds, then the larger error.
-        if (row.holds == holds ? worse(d.relative, row.worst.relative) : row.holds) row.worst = d;
-        row.holds = row.holds && holds;
-        row.differing += bits;
-        factor[i] = holds ? NAN : d.scale;
-        row.failing += !holds;
+        Compared c = {d, y.count[i], differing_elements(x.values[j], y.values[i], y.count[i]),
+                      difference_norm(y.values[i], y.count[i]), false};
+        c.holds = tensor_holds(&d, c.differing, c.norm <= least, proof, bound);
+        row_add(&row, &c);
+        if (which == GRADIENTS && baseline->apart[i]) row_add(routers, &c);
+        factor[i] = c.holds ? NAN : d.scale;
         put_difference(json_child(json_child(json, y.name, false), d.what, false), &d);
     }
     for (int i = 0; i < y.tensors; i++)
         row.alike += fabs(factor[i] - row.worst.scale) <= 1e-2 * fabs(row.worst.scale);
     free(factor);
-    if (y.tensors > 1) row.tensor = row.worst.what;
     note_nearest(proof, row.worst.relative, bound);
     return row;
 }
 
 static void print_row(const Row *row) {
+    char title[64];
+    snprintf(title, sizeof title, "%lld %s", (long long)(row->tensors > 1 ? row->tensors : row->elements),
+             row->name);
     if (*row->fault) {
-        say("  %-18s  %s  FAIL", row->title, row->fault);
+        say("  %-18s  %s  FAIL", title, row->fault);
         return;
     }
     const Difference *d = &row->worst;
-    say("  %-18s  %9.2e  %9.2e  %13.10f  %-4s  %s", row->title, d->relative, d->maximum, d->scale,
+    say("  %-18s  %9.2e  %9.2e  %13.10f  %-4s  %s", title, d->relative, d->maximum, d->scale,
         row->holds ? "ok" : "FAIL", row->holds && d->relative == 0 ? "" : row->tensor);
-}
-
-// The gradients of routers: judged together with all others, by the same measure of noise, but shown in a
-// row of their own, as their error has other causes. If a token takes one expert, routers get no gradient.
-static void print_apart(const Record *run, const Record *baseline, double least, ProofClass proof,
-                        double bound, cJSON *json) {
-    Record own = record_apart(run), other = record_apart(baseline);
-    Quantity x = quantity_of(&own, GRADIENTS), y = quantity_of(&other, GRADIENTS);
-    x.name = y.name = "router gradients";
-    if (y.tensors && !quantity_is_zero(&y)) {
-        Row row = compare_quantity(x, y, least, baseline, proof, bound, json);
-        print_row(&row);
-    }
-    Record *const both[] = {&own, &other};
-    for (int i = 0; i < 2; i++) free(both[i]->name), free(both[i]->count), free(both[i]->grad);
 }
 
 // What a quantity that fails usually means, when those before it in the step are right.
@@ -324,13 +337,9 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     put_number(json, "bound of gradients", bound.gradients);
     report.compared[proof] = true;
     bool all = judge(isfinite(most), "%s: a bound of %g lets everything pass", run->title, most);
-    Row row[QUANTITIES];
-    double least = 0;
+    Row row[QUANTITIES], routers = row_new("router gradients");
     for (int i = 0; i < QUANTITIES; i++) {
-        Quantity y = quantity_of(baseline, i);
-        double floor = REPORT_NOISE * quantity_largest(&y);
-        if (i == GRADIENTS) least = floor;
-        row[i] = compare_quantity(quantity_of(run, i), y, floor, baseline, proof, allowed[i], json);
+        row[i] = compare_quantity(run, baseline, i, proof, allowed[i], &routers, json);
         all = all && row[i].holds;
     }
     if (proof == PROOF_EXACT && !all) report.differs = true;
@@ -339,7 +348,8 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
         say("  %-18s  %9s  %9s  %13s        worst tensor", "", "relative", "maximum", "scale");
         for (int i = 0; i < QUANTITIES; i++) {
             print_row(&row[i]);
-            if (i == GRADIENTS) print_apart(run, baseline, least, proof, bound.gradients, json);
+            // If a token takes one expert, routers get no gradient.
+            if (i == GRADIENTS && routers.largest > 0) print_row(&routers);
         }
     }
     if (isfinite(most) && most >= WEAKEST_BOUND) note_coarse(most);

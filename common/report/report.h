@@ -59,9 +59,6 @@ void record_routing(Record *record, Group group);
 void record_free(Record *record);
 // Copies the record of root, which has trained alone, to all other members; each member frees its own.
 void record_share(Record *record, int root, Group group);
-// A record with only the tensors that are apart. Their contents are borrowed; the caller frees the arrays
-// name, count and grad.
-Record record_apart(const Record *record);
 
 // A gradient whose baseline is smaller than this fraction of the largest one is noise from the sums that
 // made the others: its error is measured relative to that floor, and never skipped.
