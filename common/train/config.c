@@ -246,6 +246,31 @@ static void add_setting(Config *c, const Option *option, const Value *value) {
     if (option->type == OPTION_TEXT || option->type == OPTION_OUTPUT) setting->text = value->text;
 }
 
+// A program's flags: its own, under a heading unless they bring one, then the shared ones of its groups.
+static int flags_of_program(Option *table, const Option *own, int own_count, const Shared *shared,
+                            int shared_count, unsigned groups) {
+    int count = 0;
+    if (own_count > 0 && own[0].type != OPTION_HEADING) table[count++] = (Option)HEADING("this program");
+    for (int i = 0; i < own_count; i++) table[count++] = own[i];
+    for (int i = 0; i < shared_count; i++)
+        if (shared[i].group & groups) {
+            CHECK(count < MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
+            table[count++] = shared[i].option;
+        }
+    return count;
+}
+
+// What matters besides the values: which flags were typed. Fatal where they have no effect.
+static void note_typed(Config *c, const Option *table, int count) {
+    const char *shape = "model layers hidden heads kv-heads head-size ffn vocab tied experts";
+    const char *of_experts = "top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale";
+    c->seq_given = option_given(table, count, "seq");
+    c->shape_given = option_given(table, count, shape) || option_given(table, count, of_experts);
+    if (!c->experts && !c->init && !c->resume) options_need(table, count, of_experts, "--experts");
+    if (c->optimizer == OPTIMIZER_SGD)
+        options_need(table, count, "weight-decay warmup", "--optimizer adamw");
+}
+
 Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
                     Option *own, int own_count) {
     Config c = {.model = presets[0].name, .beta1 = 0.9, .beta2 = 0.95, .adam_eps = 1e-8};
@@ -257,7 +282,7 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     const Preset *standard = preset_of_program(&defaults), *preset = model ? preset_find(model) : standard;
     Option owned[MAX_OPTIONS];
     Value value[MAX_OPTIONS] = {{0}};
-    CHECK(own_count <= MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
+    CHECK(own_count < MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
     for (int i = 0; i < own_count; i++) {
         owned[i] = own[i];
         if (!own[i].target) owned[i].target = &value[i];
@@ -271,30 +296,17 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     for (int i = 0; i < shared_count; i++) table[i] = shared[i].option;
     char *no_flags[] = {(char *)base_program(), NULL};
     options_parse(1, no_flags, purpose, table, shared_count);
-    // The program's own flags come first.
-    int first = own_count > 0 && own[0].type != OPTION_HEADING, count = first + own_count;
-    table[0] = (Option)HEADING("this program");
-    for (int i = 0; i < own_count; i++) table[first + i] = owned[i];
-    for (int i = 0; i < shared_count; i++)
-        if (shared[i].group & groups) {
-            CHECK(count < MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
-            table[count++] = shared[i].option;
-        }
+    int count = flags_of_program(table, owned, own_count, shared, shared_count, groups);
     options_parse(argc, argv, purpose, table, count);
     bool takes_ranks = (groups & CONFIG_RANKS) || !(groups & CONFIG_REPORT);  // or is no program of its own
     CHECK(takes_ranks || base_launched() == 1,
           "this program is for one device: start one of it, and not %d", base_launched());
     for (int i = 0; i < own_count; i++) {
-        own[i].given = table[first + i].given;
-        if (!own[i].target && own[i].type != OPTION_HEADING) add_setting(&c, &own[i], &value[i]);
+        if (own[i].type == OPTION_HEADING) continue;
+        own[i].given = option_given(table, count, own[i].name);
+        if (!own[i].target) add_setting(&c, &own[i], &value[i]);
     }
-    const char *shape = "model layers hidden heads kv-heads head-size ffn vocab tied experts";
-    c.seq_given = option_given(table, count, "seq");
-    const char *of_experts = "top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale";
-    c.shape_given = option_given(table, count, shape) || option_given(table, count, of_experts);
-    if (!c.experts && !c.init && !c.resume) options_need(table, count, of_experts, "--experts");
-    if (c.optimizer == OPTIMIZER_SGD)
-        options_need(table, count, "weight-decay warmup", "--optimizer adamw");
+    note_typed(&c, table, count);
     for (int i = 0; i < 3; i++) free(layer[i]);
     c.model = preset->name;
     c.rope = (Rope){.theta = preset->rope_theta};
