@@ -283,21 +283,38 @@ static int ends_that_count(int ends[ENDS]) {
     return count;
 }
 
-int launch(char *const *words) {
-    int report[2], errors[2], output[2] = {-1, -1}, error = 0;
-    char number[16];
-    if (pipe2(report, O_CLOEXEC) < 0 || pipe2(errors, O_CLOEXEC) < 0) return errno;
-    if (writes_to_file() && pipe2(output, O_CLOEXEC) < 0) return errno;
-    fcntl(errors[0], F_SETFL, O_NONBLOCK);
-    fcntl(output[0], F_SETFL, O_NONBLOCK);
-    snprintf(number, sizeof number, "%d", (int)getpid());
-    setenv(LAUNCHER, number, 1);
-    setenv("OMPI_MCA_orte_execute_quiet", "1", 0);
-    clear_abandoned();
-    make_folder();
-    base_set_rank(0, 1, leave_it_to_the_ranks);
+// From mpirun: why it did not start, what it and the ranks say, and stdout if this process writes it.
+typedef struct Pipes {
+    int report[2], errors[2], output[2];
+} Pipes;
+
+static int open_pipes(Pipes *p) {
+    *p = (Pipes){.output = {-1, -1}};
+    if (pipe2(p->report, O_CLOEXEC) < 0 || pipe2(p->errors, O_CLOEXEC) < 0) return errno;
+    if (writes_to_file() && pipe2(p->output, O_CLOEXEC) < 0) return errno;
+    fcntl(p->errors[0], F_SETFL, O_NONBLOCK);
+    fcntl(p->output[0], F_SETFL, O_NONBLOCK);
+    return 0;
+}
+
+// The child of the fork: becomes mpirun, or reports why not.
+static void become_mpirun(char *const *words, const Pipes *p, pid_t parent, const sigset_t *mask) {
+    dup2(p->errors[1], STDERR_FILENO);
+    if (p->output[1] >= 0) dup2(p->output[1], STDOUT_FILENO);
+    // No program reads its input; mpirun would, and take away what a surrounding shell loop reads.
+    close(STDIN_FILENO);
+    open("/dev/null", O_RDONLY);
+    sigprocmask(SIG_SETMASK, mask, NULL);
+    if (getppid() == parent) execvp(words[0], words);
+    int error = errno;
+    if (write(p->report[1], &error, sizeof error) < 0) error = 0;
+    _exit(STATUS_USAGE);
+}
+
+// Returns 0, or the errno of what failed.
+static int start_mpirun(char *const *words, const Pipes *p) {
     struct sigaction end = {.sa_sigaction = on_end, .sa_flags = SA_SIGINFO};
-    int ends[ENDS], count = ends_that_count(ends);
+    int ends[ENDS], count = ends_that_count(ends), error = 0;
     own_group = count < ENDS;
     sigset_t blocked, before;  // until mpirun's process id is known
     sigemptyset(&blocked);
@@ -312,42 +329,50 @@ int launch(char *const *words) {
         if (own_group) setpgid(0, 0);
         for (int i = 0; i < count; i++) signal(ends[i], SIG_DFL);
         signal(SIGUSR1, SIG_DFL);
-        dup2(errors[1], STDERR_FILENO);
-        if (output[1] >= 0) dup2(output[1], STDOUT_FILENO);
-        // No program reads its input; mpirun would, and take away what a surrounding shell loop reads.
-        close(STDIN_FILENO);
-        open("/dev/null", O_RDONLY);
-        sigprocmask(SIG_SETMASK, &before, NULL);
-        if (getppid() == parent) execvp(words[0], words);
-        error = errno;
-        if (write(report[1], &error, sizeof error) < 0) error = 0;
-        _exit(STATUS_USAGE);
+        become_mpirun(words, p, parent, &before);
     }
     mpirun = child;
     sigprocmask(SIG_SETMASK, &before, NULL);
     if (child < 0) error = errno;
-    close(report[1]);
-    close(errors[1]);
-    if (output[1] >= 0) close(output[1]);
-    bool started = child > 0 && read(report[0], &error, sizeof error) <= 0;
-    close(report[0]);
-    if (!started) {
-        waitpid(child, NULL, 0);
-        if (*shared) clear_folder(shared);
-        return error;
-    }
-    int end_status = wait_for_end(errors[0], output[0]);
-    int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
-    if (WIFSIGNALED(end_status)) usleep(200000);  // the ranks end with it, but slightly later
+    close(p->report[1]);
+    close(p->errors[1]);
+    if (p->output[1] >= 0) close(p->output[1]);
+    bool started = child > 0 && read(p->report[0], &error, sizeof error) <= 0;
+    close(p->report[0]);
+    if (!started) waitpid(child, NULL, 0);
+    return started ? 0 : error;
+}
+
+// Ends this process as mpirun has ended, by its status from waitpid.
+static void end_as_mpirun(int wait_status) {
+    int status = WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : 128 + WTERMSIG(wait_status);
+    if (WIFSIGNALED(wait_status)) usleep(200000);  // the ranks end with it, but slightly later
     if (*shared) clear_folder(shared);
     // mpirun crashed on ranks that it could not end (Open MPI 4.1.4), after one of them had said why.
-    bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken && said.passed;
+    bool fell = WIFSIGNALED(wait_status) && WTERMSIG(wait_status) == SIGSEGV && spoken && said.passed;
     if (hung || fell) status = STATUS_USAGE;
-    say_what_nobody_said(status, WIFSIGNALED(end_status));
+    say_what_nobody_said(status, WIFSIGNALED(wait_status));
     if (nobodys_verdict(status)) status = STATUS_USAGE;  // mpirun's own, when a rank crashes as it starts
     if (lost && !ended_by) {
         fprintf(stderr, "%s: stdout could not be written whole: is the disk full?\n", base_program());
         status = STATUS_USAGE;
     }
     _exit(ended_by ? 128 + ended_by : status);
+}
+
+int launch(char *const *words) {
+    Pipes pipes;
+    char number[16];
+    int error = open_pipes(&pipes);
+    if (error) return error;
+    snprintf(number, sizeof number, "%d", (int)getpid());
+    setenv(LAUNCHER, number, 1);
+    setenv("OMPI_MCA_orte_execute_quiet", "1", 0);
+    clear_abandoned();
+    make_folder();
+    base_set_rank(0, 1, leave_it_to_the_ranks);
+    error = start_mpirun(words, &pipes);
+    if (!error) end_as_mpirun(wait_for_end(pipes.errors[0], pipes.output[0]));
+    if (*shared) clear_folder(shared);
+    return error;
 }
