@@ -190,14 +190,9 @@ void optimizer_write(const Params *params, const Param *param, StateTensor state
     int64_t from;
     Tensor part = param_own_part(params, param, state.flat, &from);
     if (!tensor_exists(part)) return;
-    if (!is_scaled(params)) {
-        param_write_part(params, param, part, from, write, context);
-        return;
-    }
-    const Rounding *r = params->recipe.rounding;
     Memory before = memory_account();
-    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(part)));
-    r->load(r->context, wide, part, (StatePart){.param = param, .kind = state.kind});
+    StatePart at = {.param = param, .kind = state.kind};
+    Tensor wide = is_scaled(params) ? widened(&params->recipe, part, at) : tensor_share(part);
     param_write_part(params, param, wide, from, write, context);
     tensor_free(&wide);
     memory_restore_peak(&before);
@@ -212,12 +207,11 @@ void optimizer_read(const Params *params, const Param *param, StateTensor state,
         param_read_part(param, part, from, read, context);
         return;
     }
-    const Rounding *r = params->recipe.rounding;
     Memory before = memory_account();
-    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(part)));
+    Tensor wide =
+        tensor_new(MEMORY_OPTIMIZER, optimizer_saved_dtype(params, state), SHAPE(tensor_count(part)));
     param_read_part(param, wide, from, read, context);
-    r->store(r->context, part, wide, (StatePart){.param = param, .kind = state.kind});
-    tensor_free(&wide);
+    narrowed(&params->recipe, part, wide, (StatePart){.param = param, .kind = state.kind});
     memory_restore_peak(&before);
 }
 
