@@ -21,16 +21,26 @@ typedef struct CourseSetting {
 // than the order of sums. Layouts do not.
 enum { RATES = 5 };
 static const CourseSetting course[] = {
-    {"lr", 0, false, ALWAYS},           {"weight-decay", 0, false, ALWAYS},
-    {"clip", 0, false, ALWAYS},         {"warmup", 0, false, TO_ADAMW},
-    {"steps", 0, false, TO_ADAMW},      {"documents", -1, false, ALWAYS},
-    {"capacity", 0, false, ALWAYS},     {"fp8", 0, true, ALWAYS},
-    {"fp8-tile", 0, false, ALWAYS},     {"fp8-wire", 0, true, ALWAYS},
-    {"master", 0, true, ALWAYS},        {"sum", 0, true, ALWAYS},
-    {"moments", 0, true, ALWAYS},       {"rounding", 0, true, ALWAYS},
-    {"gradient", 0, true, ALWAYS},      {"aux-loss", 0, false, ALWAYS},
-    {"z-loss", 0, false, ALWAYS},       {"balance-bias", 0, false, ALWAYS},
-    {"loss-scale", 0, true, TO_F16},    {"scale", 0, false, TO_F16},
+    {"lr", 0, false, ALWAYS},
+    {"weight-decay", 0, false, ALWAYS},
+    {"clip", 0, false, ALWAYS},
+    {"warmup", 0, false, TO_ADAMW},
+    {"steps", 0, false, TO_ADAMW},
+    {"documents", -1, false, ALWAYS},
+    {"capacity", 0, false, ALWAYS},
+    {"fp8", 0, true, ALWAYS},
+    {"fp8-tile", 0, false, ALWAYS},
+    {"fp8-wire", 0, true, ALWAYS},
+    {"master", 0, true, ALWAYS},
+    {"sum", 0, true, ALWAYS},
+    {"moments", 0, true, ALWAYS},
+    {"rounding", 0, true, ALWAYS},
+    {"gradient", 0, true, ALWAYS},
+    {"aux-loss", 0, false, ALWAYS},
+    {"z-loss", 0, false, ALWAYS},
+    {"balance-bias", 0, false, ALWAYS},
+    {"loss-scale", 0, true, TO_F16},
+    {"scale", 0, false, TO_F16},
     {"scale-interval", 0, false, TO_F16},
 };
 _Static_assert(sizeof course / sizeof *course == COURSE, "checkpoint_inside.h counts them");
@@ -38,12 +48,13 @@ _Static_assert(sizeof course / sizeof *course == COURSE, "checkpoint_inside.h co
 static double course_value(const Config *c, int which) {
     const double rates[RATES] = {c->lr, c->weight_decay, c->clip, (double)c->warmup, (double)c->steps};
     if (which < RATES) return rates[which];
-    return config_has(c, course[which].name) ? config_number(c, course[which].name) : course[which].standard;
+    return config_has(c, course[which].name) ? config_number(c, course[which].name)
+                                             : course[which].standard;
 }
 
 static bool course_matters(const Config *c, int which) {
-    Matters matters = course[which].matters;
-    return matters == TO_ADAMW ? c->optimizer == OPTIMIZER_ADAMW : matters == TO_F16 ? c->dtype == F16 : true;
+    if (course[which].matters == TO_ADAMW) return c->optimizer == OPTIMIZER_ADAMW;
+    return course[which].matters != TO_F16 || c->dtype == F16;
 }
 
 const char *course_name(int which) { return course[which].name; }
@@ -58,10 +69,9 @@ char *course_changes(const SafeTensors *file, const Config *config, uint64_t our
         const char *before = safetensors_metadata(file, course_name(i));  // NULL: an older file
         char *now = course_text(config, i);
         if (before && strcmp(before, now) && course_matters(config, i)) {
-            char *longer =
-                course[i].choice
-                    ? format_text("%s, another --%s", changes, course_name(i))
-                    : format_text("%s, --%s %s, not %s", changes, course_name(i), now, printable(before));
+            char *longer = course[i].choice ? format_text("%s, another --%s", changes, course_name(i))
+                                            : format_text("%s, --%s %s, not %s", changes, course_name(i),
+                                                          now, printable(before));
             free(changes);
             changes = longer;
         }
