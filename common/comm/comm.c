@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "comm_inside.h"
-#include "doorbell.h"
 #include "launch.h"
 #include "tensor/device.h"
 #include "tensor/in_flight.h"
@@ -326,6 +325,15 @@ void comm_start(int argc, char **argv, int natural) {
     on_exit(finish_at_exit, NULL);
 }
 
+// Fatal if the rank has called anything but comm_finish since its last call with this one.
+static bool has_ended(int rank, const Notice *mine) {
+    notices_take();
+    for (int line = 0; line < COMM_LINES; line++)
+        if (comm.peer[rank].inbox[line].count)
+            notice_mismatch(comm.rank, mine, rank, &comm.peer[rank].inbox[line].notice[0], "");
+    return comm.peer[rank].ended;
+}
+
 int comm_finish(int status) {
     if (comm.finished) return status;
     if (comm.live) {
@@ -343,23 +351,18 @@ int comm_finish(int status) {
         if (r != comm.rank) control_send(&mine, r);
     comm.peer[comm.rank].ended = true;
     comm.peer[comm.rank].ended_status = status;
-    double looked = wall_seconds(), waited = 0;  // as in wait_turn
     int worst = 0;
-    for (int r = 0, turn = 1; r < comm.ranks; r += comm.peer[r].ended) {
-        uint32_t count = doorbell_count();
-        int dead = ++turn % 64 == 0 && look_is_due(wall_seconds()) ? find_dead() : -1;
-        notices_take();  // by now, all that a process sent before it ended has come
-        for (int line = 0; line < COMM_LINES; line++)
-            if (comm.peer[r].inbox[line].count)
-                notice_mismatch(comm.rank, &mine, r, &comm.peer[r].inbox[line].notice[0], "");
-        if (!comm.peer[r].ended && (control_crowded() || turn % 64 == 0)) doorbell_wait(count);
-        CHECK(dead < 0 || comm.peer[dead].ended, "rank %d has died; all ranks end", dead);
-        double now = wall_seconds();
-        waited += fmin(now - looked, 1);
-        looked = now;
-        CHECK(waited < comm.timeout, "comm_finish: rank %d has not come in %.3g s (--timeout)", r,
-              comm.timeout);
-        if (comm.peer[r].ended && comm.peer[r].ended_status > worst) worst = comm.peer[r].ended_status;
+    Wait wait = wait_begin();
+    for (int r = 0; r < comm.ranks; r++) {
+        for (wait_turn(&wait); !has_ended(r, &mine); wait_turn(&wait)) {
+            if (!wait_pause(&wait)) continue;
+            int dead = find_dead();
+            notices_take();  // by now, all that a process sent before it ended has come
+            CHECK(dead < 0 || comm.peer[dead].ended, "rank %d has died; all ranks end", dead);
+            CHECK(wait.waited < comm.timeout, "comm_finish: rank %d has not come in %.3g s (--timeout)", r,
+                  comm.timeout);
+        }
+        if (comm.peer[r].ended_status > worst) worst = comm.peer[r].ended_status;
     }
     // From here on a missing rank is no fault. When the first leaves with a status other than 0, mpirun may
     // end the others.

@@ -404,46 +404,50 @@ void look_after_all(void) {
           seconds);
 }
 
-typedef struct Wait {
-    double began, looked, waited;  // waited: the seconds that count
-} Wait;
-
 // With more ranks than cores, a rank yields so many times before it sleeps: waking it takes 30 to 60 us, and
 // what it waits for has often come by then. More yields would take time from ranks that compute (doorbell.h).
 enum { YIELDS = 8 };
 
-// One turn of a waiting loop. Of the time between two turns at most a second counts towards the timeout: a
-// rank that was stopped, or did not get a core, did not look in that time.
-static void wait_turn(Wait *wait, int64_t turn) {
+Wait wait_begin(void) {
+    double now = wall_seconds();
+    return (Wait){.began = now, .looked = now};
+}
+
+// A short wait takes a few cache misses, and polling is too long only with more ranks than cores. Polling
+// also leaves the doorbell in the cache of the rank that rings it.
+void wait_turn(Wait *wait) {
+    wait->turn++;
+    wait->may_sleep = control_crowded() ? wait->turn > YIELDS : wait->turn % 64 == 0;
+    wait->rung = wait->may_sleep ? doorbell_count() : 0;
+}
+
+bool wait_pause(Wait *wait) {
     const bool crowded = control_crowded();
-    // A short wait takes a few cache misses, and polling is too long only with more ranks than cores.
-    // Polling also leaves the doorbell in the cache of the rank that rings it.
-    const bool may_sleep = crowded ? turn > YIELDS : turn % 64 == 0;
-    const uint32_t count = may_sleep ? doorbell_count() : 0;
-    lines_push();
-    if (comm.waiting->done) return;
-    if (!may_sleep) {
+    if (!wait->may_sleep) {
         if (crowded) sched_yield();
-        return;
+        return false;
     }
     double now = wall_seconds();
-    if (crowded || now - wait->began > 1e-3) doorbell_wait(count);
+    if (crowded || now - wait->began > 1e-3) doorbell_wait(wait->rung);
     wait->waited += now - wait->looked < 1 ? now - wait->looked : 1;
     wait->looked = now;
-    if (!look_is_due(now)) return;
-    if (wait->waited > comm.timeout) deadlock(wait->waited);
-    look_after_all();
+    return look_is_due(now);
 }
 
 void request_await(Request *r) {
-    double began = wall_seconds();
-    Wait wait = {.began = began, .looked = began};
+    Wait wait = wait_begin();
     comm.waiting = r;
     device_open();  // once, not in each of many thousand turns
     lines_push();
-    for (int64_t turn = 1; !r->done; turn++) wait_turn(&wait, turn);
+    while (!r->done) {
+        wait_turn(&wait);
+        lines_push();
+        if (r->done || !wait_pause(&wait)) continue;
+        if (wait.waited > comm.timeout) deadlock(wait.waited);
+        look_after_all();
+    }
     device_close();
     comm.waiting = NULL;
     r->waited = wall_seconds();
-    r->blocked = r->waited - began;
+    r->blocked = r->waited - wait.began;
 }

@@ -118,6 +118,19 @@ void notices_take(void);
 void line_append(Request *r);
 // Advances all requests as far as possible without waiting.
 void lines_push(void);
+// A loop that waits calls wait_turn, then looks for what it waits for and, if that has not come, calls
+// wait_pause, which yields or sleeps, and returns whether it is time to look for faults, too. Of the time
+// between two pauses at most a second counts towards the timeout: a rank that was stopped, or did not get a
+// core, did not look in that time.
+typedef struct Wait {
+    double began, looked, waited;  // waited: the seconds that count
+    int64_t turn;
+    bool may_sleep;
+    uint32_t rung;  // doorbell_count before it looked
+} Wait;
+Wait wait_begin(void);
+void wait_turn(Wait *wait);
+bool wait_pause(Wait *wait);
 // Whether it is time to call look_after_all again.
 bool look_is_due(double now);
 // Ends all if a rank or what moves the bytes has failed.
