@@ -10,11 +10,9 @@
 #include "checkpoint_inside.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include "comm/comm.h"
 #include "files.h"
@@ -23,9 +21,6 @@ static const char *const model_name = "model.safetensors";
 static const char *const optimizer_name = "optimizer.safetensors";
 
 static const char *const optimizer_names[] = {"adamw", "sgd"};
-
-// "DIR/name". The caller frees it.
-static char *path_in(const char *dir, const char *name) { return format_text("%s/%s", dir, name); }
 
 // ---- files to be ----
 
@@ -176,8 +171,8 @@ static Saving saving_begin(const char *dir, const Config *config, const Params *
     s.aside = format_text("%s/.step-%06lld.old", dir, (long long)s.step);
     s.contents[0] = model_contents(params, progress);
     if (optimizer) s.contents[1] = optimizer_contents(config, params, optimizer, progress);
-    s.path[0] = path_in(s.temporary, model_name);
-    s.path[1] = path_in(s.temporary, optimizer_name);
+    s.path[0] = format_text("%s/%s", s.temporary, model_name);
+    s.path[1] = format_text("%s/%s", s.temporary, optimizer_name);
     return s;
 }
 
@@ -361,9 +356,9 @@ static void check_same_text(const char *path, const SafeTensors *file, const cha
 
 // The caller closes the file and frees *path.
 static SafeTensors open_optimizer(const char *dir, char **path) {
-    *path = path_in(dir, optimizer_name);
-    CHECK(access(*path, F_OK) == 0, "%s has no %s to resume from; --init takes only its weights", dir,
-          optimizer_name);
+    *path = format_text("%s/%s", dir, optimizer_name);
+    CHECK(folder_has(dir, optimizer_name), "%s has no %s to resume from; --init takes only its weights",
+          dir, optimizer_name);
     return safetensors_open(*path);
 }
 

@@ -15,6 +15,13 @@
 
 // ---- making them ----
 
+bool folder_has(const char *folder, const char *name) {
+    char *path = format_text("%s/%s", folder, name);
+    bool has = access(path, F_OK) == 0;
+    free(path);
+    return has;
+}
+
 const char *folder_flush(const char *path) {
     int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     // Some file systems (shared folders of virtual machines) can flush only files, and say so.
@@ -117,15 +124,12 @@ void checkpoint_check_place(const char *dir) {
 
 // The run named by the weights in a folder; 0: they name none, or there are none.
 static uint64_t run_of(const char *folder) {
+    if (!folder_has(folder, "model.safetensors")) return 0;
     char *path = format_text("%s/model.safetensors", folder);
-    struct stat status;
-    uint64_t run = 0;
-    if (stat(path, &status) == 0) {
-        SafeTensors file = safetensors_open(path);
-        const char *text = safetensors_metadata(&file, "run");
-        run = text ? strtoull(text, NULL, 16) : 0;
-        safetensors_close(&file);
-    }
+    SafeTensors file = safetensors_open(path);
+    const char *text = safetensors_metadata(&file, "run");
+    uint64_t run = text ? strtoull(text, NULL, 16) : 0;
+    safetensors_close(&file);
     free(path);
     return run;
 }
@@ -166,13 +170,6 @@ void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progr
 
 // ---- finding one ----
 
-static bool is_checkpoint(const char *dir) {
-    char *path = format_text("%s/config.json", dir);
-    bool exists = access(path, F_OK) == 0;
-    free(path);
-    return exists;
-}
-
 // The number of "step-NUMBER", or -1.
 static int64_t step_of(const char *name) {
     if (strncmp(name, "step-", 5) != 0 || !name[5]) return -1;
@@ -190,7 +187,7 @@ static char *newest_here(const char *dir) {
     for (struct dirent *entry; (entry = readdir(folder));) {
         if (step_of(entry->d_name) <= newest_step) continue;
         char *path = format_text("%s/%s", dir, entry->d_name);
-        if (is_checkpoint(path)) {
+        if (folder_has(path, "config.json")) {
             newest_step = step_of(entry->d_name);
             free(newest);
             newest = path;
@@ -199,7 +196,7 @@ static char *newest_here(const char *dir) {
         }
     }
     closedir(folder);
-    if (!newest && is_checkpoint(dir)) newest = format_text("%s", dir);
+    if (!newest && folder_has(dir, "config.json")) newest = format_text("%s", dir);
     CHECK(newest, "%s holds no checkpoint: neither config.json nor a folder step-* with one", dir);
     return newest;
 }

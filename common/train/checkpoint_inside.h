@@ -9,6 +9,7 @@
 
 // ---- checkpoint_folder.c ----
 
+bool folder_has(const char *folder, const char *name);
 // Both return NULL, or the sentence that says what failed. A new name survives a crash only once its parent
 // folder has been flushed to the disk, on file systems that support this.
 const char *folder_flush(const char *path);

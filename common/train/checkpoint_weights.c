@@ -4,19 +4,11 @@
 #include <cjson/cJSON.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "checkpoint_inside.h"
 #include "files.h"
 
 enum { INDEX_MAX = 100000000 };  // bytes
-
-static bool is_there(const char *dir, const char *name) {
-    char *path = format_text("%s/%s", dir, name);
-    bool there = access(path, F_OK) == 0;
-    free(path);
-    return there;
-}
 
 static void add_file(WeightFiles *w, const char *dir, const char *name) {
     char *path = format_text("%s/%s", dir, name);
@@ -63,10 +55,10 @@ static void open_parts(WeightFiles *w, const char *dir) {
 
 WeightFiles weights_open(const char *dir) {
     WeightFiles w = {0};
-    bool parts = !is_there(dir, "model.safetensors") && is_there(dir, "model.safetensors.index.json");
+    bool parts = !folder_has(dir, "model.safetensors") && folder_has(dir, "model.safetensors.index.json");
     w.name = format_text("%s/model.safetensors%s", dir, parts ? ".index.json" : "");
-    CHECK(parts || is_there(dir, "model.safetensors") ||
-              !(is_there(dir, "pytorch_model.bin") || is_there(dir, "pytorch_model.bin.index.json")),
+    CHECK(parts || folder_has(dir, "model.safetensors") ||
+              !(folder_has(dir, "pytorch_model.bin") || folder_has(dir, "pytorch_model.bin.index.json")),
           "%s has its weights only as pytorch_model.bin, which is Python's own format; write them as "
           "safetensors: python3 -c 'from transformers import AutoModelForCausalLM as M; "
           "M.from_pretrained(\"%s\").save_pretrained(\"%s\")'",
