@@ -14,14 +14,11 @@ typedef struct Coded {
     Request *before[CODEC_TENSORS];  // requests of the tensors; comm_wait of the last one waits for all
 } Coded;
 
-static int64_t coded_count(const Codec *codec, int tensor, int64_t count) {
-    return count > 0 ? codec->count(codec->context, tensor, count) : 0;
-}
-
 // Elements of each member's part of a coded tensor: sets counts (members), and returns their sum.
 static int64_t coded_counts(const Coded *c, int tensor, int64_t *counts) {
     int64_t total = 0;
-    for (int i = 0; i < c->members; i++) total += counts[i] = coded_count(c->codec, tensor, c->counts[i]);
+    for (int i = 0; i < c->members; total += counts[i++])
+        counts[i] = c->counts[i] > 0 ? c->codec->count(c->codec->context, tensor, c->counts[i]) : 0;
     return total;
 }
 

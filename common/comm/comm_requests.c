@@ -236,53 +236,41 @@ static void check_parts(const Request *r, const int64_t *counts, Tensor whole, T
           "%s: %s lies in %s, and not where part %d does", name, part_name, whole_name, c->group.rank);
 }
 
-static uint64_t hash_parts(const int64_t *counts, int n) {
-    return counts ? hash_bytes(HASH_SEED, counts, sizeof *counts * (size_t)n) : 0;
+// A call between a whole tensor and one part of it on each member. If it has a root, the whole is used only
+// there.
+static Request *start_parts(CollectiveKind kind, Tensor out, Tensor in, const int64_t *counts, ReduceOp op,
+                            int root, Group group) {
+    const bool gathers = kind == ALL_GATHER || kind == GATHER, rooted = kind == GATHER || kind == SCATTER;
+    const int n = group.size;
+    Tensor *whole = gathers ? &out : &in, part = gathers ? in : out;
+    if (rooted && group.rank != root) *whole = (Tensor){0};
+    Request *r = request_new(kind, group, root, part.dtype);
+    const int64_t *parts = copy_counts(r, counts, n, tensor_count(part));
+    *(gathers ? &r->call.out_counts : &r->call.in_counts) = parts;
+    r->call.op = op;
+    r->parts = counts ? hash_bytes(HASH_SEED, counts, sizeof *counts * (size_t)n) : 0;
+    r->total = sum_of(parts, n);
+    CHECK(!rooted || group.rank != root || tensor_exists(*whole), "%s: the root has no tensor to %s",
+          kind_names[kind], gathers ? "gather in" : "scatter");
+    check_parts(r, parts, *whole, part, gathers ? "out" : "in", gathers ? "in" : "out");
+    hold(r, out, in, true);
+    return start(r);
 }
 
 Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, ReduceOp op, Group group) {
-    Request *r = request_new(REDUCE_SCATTER, group, 0, in.dtype);
-    int n = group.size;
-    r->call.op = op;
-    r->call.in_counts = copy_counts(r, counts, n, tensor_count(out));
-    r->parts = hash_parts(counts, n);
-    r->total = sum_of(r->call.in_counts, n);
-    check_parts(r, r->call.in_counts, in, out, "in", "out");
-    hold(r, out, in, true);
-    return start(r);
+    return start_parts(REDUCE_SCATTER, out, in, counts, op, 0, group);
 }
 
 Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group group) {
-    Request *r = request_new(ALL_GATHER, group, 0, in.dtype);
-    int n = group.size;
-    r->call.out_counts = copy_counts(r, counts, n, tensor_count(in));
-    r->parts = hash_parts(counts, n);
-    r->total = sum_of(r->call.out_counts, n);
-    check_parts(r, r->call.out_counts, out, in, "out", "in");
-    hold(r, out, in, true);
-    return start(r);
+    return start_parts(ALL_GATHER, out, in, counts, REDUCE_SUM, 0, group);
 }
 
 Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
-    Request *r = request_new(GATHER, group, root, in.dtype);
-    r->call.out_counts = copy_counts(r, counts, group.size, tensor_count(in));
-    r->parts = hash_parts(counts, group.size);
-    r->total = sum_of(r->call.out_counts, group.size);
-    CHECK(group.rank != root || tensor_exists(out), "gather: the root has no tensor to gather in");
-    check_parts(r, r->call.out_counts, group.rank == root ? out : (Tensor){0}, in, "out", "in");
-    hold(r, group.rank == root ? out : (Tensor){0}, in, true);
-    return start(r);
+    return start_parts(GATHER, out, in, counts, REDUCE_SUM, root, group);
 }
 
 Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
-    Request *r = request_new(SCATTER, group, root, out.dtype);
-    r->call.in_counts = copy_counts(r, counts, group.size, tensor_count(out));
-    r->parts = hash_parts(counts, group.size);
-    r->total = sum_of(r->call.in_counts, group.size);
-    CHECK(group.rank != root || tensor_exists(in), "scatter: the root has no tensor to scatter");
-    check_parts(r, r->call.in_counts, group.rank == root ? in : (Tensor){0}, out, "in", "out");
-    hold(r, out, group.rank == root ? in : (Tensor){0}, true);
-    return start(r);
+    return start_parts(SCATTER, out, in, counts, REDUCE_SUM, root, group);
 }
 
 Request *comm_broadcast(Tensor t, int root, Group group) {
