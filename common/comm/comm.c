@@ -77,7 +77,7 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
     const bool moves = !device_is_dry_run();
     comm.group = realloc(comm.group, sizeof *comm.group * (size_t)comm.groups);
     CHECK(comm.group, "out of host memory for groups");
-    comm.group[comm.groups - 1] = (struct GroupMade){group, moves};
+    comm.group[comm.groups - 1] = (GroupMade){group, moves};
     if (transport_launches() && !comm.alone && moves) prepare_group(group);
     return group;
 }

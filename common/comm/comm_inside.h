@@ -38,8 +38,8 @@ struct Request {
     void *then_context;
 };
 
-typedef struct
-    Inbox {  // what another rank has sent on one line and this one has not asked for: of one call
+// What another rank has sent on one line and this one has not asked for: notices of one call.
+typedef struct Inbox {
     Notice *notice;
     int count, room;
 } Inbox;
@@ -61,6 +61,11 @@ typedef struct Identity {
     char host[64];
 } Identity;
 
+typedef struct GroupMade {
+    Group group;
+    bool moves;  // it can move bytes: those of a dry run have no communicator
+} GroupMade;
+
 extern struct Comm {
     bool started, alone, finished;  // alone: no transport, as before comm_start
     int rank, ranks;
@@ -69,10 +74,7 @@ extern struct Comm {
     bool for_all;        // comm_stand_for_all
     Identity *identity;  // of each rank
     Peer *peer;          // each rank
-    struct GroupMade {
-        Group group;
-        bool moves;  // it can move bytes: those of a dry run have no communicator
-    } * group;       // all groups that were made, by handle - 1
+    GroupMade *group;    // all groups that were made, by handle - 1
     int groups;
     struct {
         Request *last, *noticing, *moving;

@@ -228,20 +228,20 @@ void params_measure(Params *params) {
 }
 
 Group params_norm_group(const Params *params) {
-    bool alone = !params->counted;
+    if (params->counted) return params->world;
     for (int i = 0; i < params->units; i++)
-        alone = alone && params->unit[i].replicas.size == params->world.size;
-    return alone ? (Group){.size = 1, .name = "one"} : params->world;
+        if (params->unit[i].replicas.size != params->world.size) return params->world;
+    return alone;
 }
 
 // Without ZeRO a rank owns all that it stores. The norm counts it on the first replica only or, if all
 // ranks have every gradient and need no message, on each.
 static void own_all(Params *params) {
-    bool alone = params_norm_group(params).size == 1;
+    bool on_each = params_norm_group(params).size == 1;
     for (int i = 0; i < params->units; i++) {
         Unit *unit = &params->unit[i];
         if (!params->sharded) unit->own_count = unit->count;
-        if (!params->counted && (alone || unit->replicas.rank == 0)) unit->counted_count = unit->count;
+        if (!params->counted && (on_each || unit->replicas.rank == 0)) unit->counted_count = unit->count;
     }
 }
 
