@@ -1,6 +1,7 @@
 // test_recipes.c: what recipes store in fewer bits or in more: sums of float16 gradients, gradients in f32
 // and as 8-bit codes, and moments, which a checkpoint saves and restores to the bit; the scale of float16's
-// loss; weights that are rounded at random; and how much of their losses is chance. TAP.
+// loss; weights that are rounded at random; what FP8's scales leave of small and of large numbers; and how
+// much of their losses is chance. TAP.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -248,9 +249,9 @@ static void an_overflow_halves_the_scale_and_skips_the_step(void **state) {
         bool other;
         double scale;
         bool made;
-    } step[] = {{DYNAMIC, 2, 1, true, 8, true},         {DYNAMIC, 1, 1, true, 16, true},
-                {DYNAMIC, 2, 1, false, 8, false},       {DYNAMIC, 2, INFINITY, true, 4, false},
-                {DYNAMIC, 2, NAN, true, 4, false},      {STATIC, 2, 1, true, 8, true},
+    } step[] = {{DYNAMIC, 2, 1, true, 8, true},       {DYNAMIC, 1, 1, true, 16, true},
+                {DYNAMIC, 2, 1, false, 8, false},     {DYNAMIC, 2, INFINITY, true, 4, false},
+                {DYNAMIC, 2, NAN, true, 4, false},    {STATIC, 2, 1, true, 8, true},
                 {STATIC, 2, INFINITY, true, 8, false}};
     for (size_t i = 0; i < sizeof step / sizeof *step; i++) {
         Other other = {step[i].other, 0};
@@ -262,10 +263,11 @@ static void an_overflow_halves_the_scale_and_skips_the_step(void **state) {
         void *context = fp16_recipe.plug(&m);
         bool made = m.sockets.step.accept(m.sockets.step.context, &m, step[i].norm);
         if (made != step[i].made || m.grad_scale != step[i].scale || other.asked != 1)
-            fail_msg("--loss-scale %s, --scale-interval %d, norm %g, others say %s, asked %d times: the "
-                     "step is %s, and the scale goes from 8 to %g",
-                     step[i].kind == STATIC ? "static" : "dynamic", step[i].interval, step[i].norm,
-                     step[i].other ? "yes" : "no", other.asked, made ? "made" : "skipped", m.grad_scale);
+            fail_msg(
+                "--loss-scale %s, --scale-interval %d, norm %g, others say %s, asked %d times: the "
+                "step is %s, and the scale goes from 8 to %g",
+                step[i].kind == STATIC ? "static" : "dynamic", step[i].interval, step[i].norm,
+                step[i].other ? "yes" : "no", other.asked, made ? "made" : "skipped", m.grad_scale);
         fp16_recipe.unplug(&m, context);
     }
 }
@@ -340,6 +342,49 @@ static void a_part_is_rounded_as_in_the_whole_weight(void **state) {
     tensor_free(&wide), tensor_free(&stored);
 }
 
+// ---- what FP8's scales leave of small and of large numbers ----
+
+// dx = dy W, where three rows of dy have one number each: `most`, 16 times that, and a ten millionth of it,
+// which e5m2 can represent beside the others if the scale is that of gradients. A delayed scale knows `most`
+// from the step before, and saturates what is larger; a current scale has room for the larger number. The
+// other rows are zero: tensor cores take 16.
+static void a_delayed_scale_saturates_and_a_current_one_does_not(void **state) {
+    (void)state;
+    enum { ROWS = 16, HIDDEN = 48, FFN = 96 };
+    for (int delayed = 0; delayed < 2; delayed++) {
+        Config c = fp8_small(delayed ? TE_DELAYED : TE_CURRENT, "steps=1 hidden=48 ffn=96");
+        c.dtype = F64;
+        Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
+        train_step(t, NULL);
+        Model *m = t->model;
+        Param *w = m->block[0].down;
+        int slot = 3 * (int)(w - m->params.param) + 2;  // of x, W and dy
+        double most = delayed ? m->params.kept[slot] : 1;
+        double x[ROWS * HIDDEN] = {0}, made[ROWS * FFN], size[3] = {0};
+        x[0] = most, x[HIDDEN] = 16 * most, x[2 * HIDDEN] = 1e-7 * most;
+        Tensor dy = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(ROWS, HIDDEN)),
+               dx = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(ROWS, FFN));
+        void *kept = NULL;
+        tensor_from_doubles(dy, x);
+        m->sockets.linear.backward_input(m->sockets.linear.context, m, 1, &w, dx, &dy, &kept);
+        tensor_to_doubles(made, dx);
+        for (int i = 0; i < 3 * FFN; i++) size[i / FFN] += fabs(made[i]);
+        double large = size[1] / size[0], small = size[2] / size[0];
+        if (delayed ? !(large < 2.5) : !(large > 14))
+            fail_msg(
+                "16 times the largest gradient of the step before comes out as %g times: the scale is "
+                "%s",
+                large, delayed ? "not the delayed one" : "not of this tensor");
+        if (!(small > 0.5e-7))
+            fail_msg(
+                "a gradient of 1e-7 of the largest comes out as %g of it: the scale is not that of "
+                "gradients in e5m2",
+                small);
+        tensor_free(&dy), tensor_free(&dx);
+        trainer_free(t);
+    }
+}
+
 // ---- chance ----
 
 // Runs and seeds may differ by any amount; what a run does with only one of the seeds is chance.
@@ -368,6 +413,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(an_overflow_halves_the_scale_and_skips_the_step),
         cmocka_unit_test(each_weight_seed_and_step_has_its_random_numbers),
         cmocka_unit_test(a_part_is_rounded_as_in_the_whole_weight),
+        cmocka_unit_test(a_delayed_scale_saturates_and_a_current_one_does_not),
         cmocka_unit_test(chance_is_what_rows_and_columns_leave),
     };
     return cmocka_run_group_tests_name("recipes", tests, NULL, NULL);
