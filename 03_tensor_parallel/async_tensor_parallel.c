@@ -321,6 +321,10 @@ static double exposed_by_product(Mesh mesh, int64_t h, bool leaves) {
     return exposed;
 }
 
+static bool rows_hide(void *mesh, int64_t count) {
+    return exposed_by_product(*(const Mesh *)mesh, 64 * count, false) <= 1e-9;
+}
+
 // (n - 1) / n of K = 2 b s h bytes arrive, and the product takes 2 b s h^2 / n FLOPs:
 //
 //     t_comm / t_compute  =  (n - 1) / h  peak_flops / peak_bw  <=  1
@@ -337,12 +341,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     double formula = (n - 1) * machine_peak_flops(&reached, BF16) / reached.node_bytes_per_second;
     clock_set_nodes(n);
     const int64_t most = 64 + (int64_t)(4 * formula / 64);  // in units of 64, for heads of even size
-    int64_t exposed = 0, hidden = most;
-    while (hidden - exposed > 1) {
-        int64_t middle = (exposed + hidden) / 2;
-        if (exposed_by_product(mesh, 64 * middle, false) > 1e-9) exposed = middle;
-        else hidden = middle;
-    }
+    int64_t hidden = fewest_that_hide(most, rows_hide, &mesh);
     double left = exposed_by_product(mesh, 64 * hidden, true);
     report_that(
         left <= 1e-9,
