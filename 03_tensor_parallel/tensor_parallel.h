@@ -33,6 +33,9 @@ void tensor_parallel_picture(Mesh mesh, const char *file);
 // first n % size ranks are one row longer.
 int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
 
+// async_overlap.c: what async_tensor_parallel hides, on the model clock.
+void async_overlap(Mesh mesh, const Config *config);
+
 // vocab_parallel.c
 typedef struct VocabParallel {
     Group tp;
