@@ -51,23 +51,6 @@ void micro_batches_in_turn(void *context, Model *model, const StepInput *input) 
 // ---- the proof ----
 #ifndef NO_MAIN
 
-// Calls of two sockets, on which techniques that sum gradients over ranks rely.
-typedef struct Calls {
-    int64_t micro_batches, last;  // micro_batch_ready; and of these with `last`
-    int64_t last_of_units;        // ready, with `last`
-} Calls;
-
-static void count_micro_batch(void *context, Model *model, bool last) {
-    (void)model;
-    Calls *calls = context;
-    calls->micro_batches++, calls->last += last;
-}
-
-static void count_unit(void *context, Model *model, int unit, bool last) {
-    ((Calls *)context)->last_of_units += last;
-    params_accumulate(&model->params, unit);
-}
-
 static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
     Config config = *whole;
     config.grad_acc = parts;
@@ -76,22 +59,8 @@ static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
     trainer->masked = masked;
     char *title = format_text("%lld x %lld sample%s%s", (long long)parts, (long long)config.micro_batch,
                               plural(config.micro_batch), masked ? " with ignored labels" : "");
-    Calls calls = {0};
-    int64_t units = trainer->model->params.units;
-    trainer->model->sockets.gradients.context = &calls;
-    trainer->model->sockets.gradients.micro_batch_ready = count_micro_batch;
-    trainer->model->sockets.gradients.ready = count_unit;
     Record record = train_record(trainer, title);
     free(title);
-    report_that(calls.micro_batches == config.steps * parts && calls.last == config.steps,
-                "in %lld steps of %lld micro-batches micro_batch_ready is called %lld times, and %lld of "
-                "them with `last`",
-                (long long)config.steps, (long long)parts, (long long)calls.micro_batches,
-                (long long)calls.last);
-    report_that(calls.last_of_units == config.steps * units,
-                "in %lld steps of %lld units `ready` is called with `last` %lld times: a unit has one last "
-                "micro-batch in a step, if model_begin_step says how many there are",
-                (long long)config.steps, (long long)units, (long long)calls.last_of_units);
     title = format_text("activations kept, %lld x %lld", (long long)parts, (long long)config.micro_batch);
     report_equal(title, (double)kept_activation_bytes(&config), (double)record.kept_bytes, "B");
     free(title);

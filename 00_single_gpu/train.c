@@ -158,9 +158,9 @@ void train_step(Trainer *t, Record *record) {
         clock_pop();
     }
     read_loss_and_norm(t, &input, grad_scale);
-    int64_t steps = t->optimizer.step;
-    if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
-    if (t->optimizer.step == steps) skip_step(t);
+    bool accepted = sockets->step.accept(sockets->step.context, t->model, t->grad_norm);
+    if (accepted) optimizer_steps(t, grad_scale);
+    else skip_step(t);
     clock_pop();
     clock_pop();
     free(loss_scale);

@@ -22,6 +22,26 @@ extern const Technique ddp_overlap;   // each parameter as soon as its unit's gr
 extern const Technique ddp_bucketed;  // units are collected in buckets of --bucket-mb
 extern const Technique ddp_no_sync;   // the same, but only for the last micro-batch
 
+// ---- overlap_condition.c: from how many tokens on communication hides behind compute ----
+
+// The least count below `most` that hides, by bisection; `most` if there is none.
+int64_t fewest_that_hide(int64_t most, bool (*hides)(void *context, int64_t count), void *context);
+
+typedef struct HidesFrom {
+    const char *where;
+    double formula, tolerance;          // tokens; by how far the clock may differ if memory costs nothing
+    double most;                        // that are tried
+    double (*by_clock)(void *context);  // the fewest with which it hides, on the clock as it is set
+    void *context;
+} HidesFrom;
+// A row says all three: by the formula, by the clock if memory costs nothing, and by the clock.
+void hides_from_title(void);
+void hides_from_row(const HidesFrom *row);
+
+Config llama_8b_layers(int64_t layers, int64_t sequences, int64_t seq);  // with a small vocabulary
+double llama_8b_layer_elements(void);
+void ddp_overlap_condition(Mesh mesh, const Config *config);
+
 // ---- before_after.c: what all ranks hold before and after a call ----
 typedef struct Held {  // a row for each rank; values on rank 0 only
     int ranks;

@@ -17,7 +17,6 @@
 // Last line: PASS ddp_bucketed: the ranks reproduce the single-device step …
 #include "ddp_bucketed.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 // ---- the technique ----
@@ -154,30 +153,6 @@ static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 
 // ---- how full buckets are ----
 
-// Six units that no bucket is full of: two in the middle have other replicas than the rest, and so has the
-// last one, which stores nothing. Buckets end where the replicas change, and none is empty.
-static void replicas_divide_buckets(void) {
-    enum { UNITS = 6, BUCKETS = 3 };
-    static const int64_t count[UNITS] = {4, 0, 2, 2, 4, 0};
-    static const bool other[UNITS] = {false, false, true, true, false, true};
-    static const int first[BUCKETS] = {4, 2, 0};
-    Unit unit[UNITS];
-    for (int i = 0; i < UNITS; i++)
-        unit[i] = (Unit){.count = count[i],
-                         .replicas = {.size = 2 + other[i], .handle = other[i]},
-                         .grads = tensor_new(MEMORY_GRADIENT, F32, SHAPE(count[i]))};
-    const Params p = {.unit = unit, .units = UNITS, .recipe.sum = F32};
-    int first_unit[UNITS], buckets = bucket_starts(&p, 1000, first_unit);
-    report_that(buckets == BUCKETS,
-                "%d buckets for units of which one stores nothing and two have other replicas, expected %d",
-                buckets, BUCKETS);
-    for (int i = 0; i < BUCKETS && buckets == BUCKETS; i++)
-        report_that(first_unit[i] == first[i],
-                    "bucket %d begins with unit %d, and with unit %d where the replicas change", i + 1,
-                    first_unit[i], first[i]);
-    for (int i = 0; i < UNITS; i++) tensor_free(&unit[i].grads);
-}
-
 // Checks that each bucket reaches --bucket-mb with its last unit, not before; the last one may be smaller.
 static void buckets_are_full(Mesh mesh, const Config *config) {
     device_dry_run(true);
@@ -206,97 +181,9 @@ static void buckets_are_full(Mesh mesh, const Config *config) {
     trainer_free(t);
 }
 
-// ---- when it hides: appendix A3 of the playbook ----
-
-// A gradient of g bytes takes g 2 (N - 1) / N / peak_bw to reduce, and its parameter costs 4 FLOPs per
-// token in backward:
-//
-//     t_comm / t_compute  =  g / (2 tokens)  (N - 1) / N  peak_flops / peak_bw  <=  1
-//
-// (The playbook's last line keeps a num_params that cancels, and has g = 1.) Here g = 4: 16-bit gradients
-// are summed in f32. The formula leaves out latency, attention (below 1% of backward with such short
-// sequences) and memory traffic, which lengthens backward: on the model clock fewer tokens are enough.
-static double tokens_by_formula(const Machine *machine, int n, double bandwidth) {
-    return 4 / 2.0 * (n - 1) / n * machine_peak_flops(machine, BF16) / bandwidth;
-}
-
-// Layers of Llama 3 8B.
-static Config layers_of_8b(int64_t sequences) {
-    Config c = config_of_model("llama-3-8b", "layers=2 vocab=256 seq=64 dtype=bf16");
-    c.micro_batch = sequences;
-    return c;
-}
-
-// What latency adds to the all-reduce of one layer's gradients, as a fraction of its transfer time.
-static double latency_share(int n, double latency, double bandwidth) {
-    Config two = layers_of_8b(1), three = two;
-    three.layers = 3;
-    double bytes = 4.0 * (double)(config_parameters(&three) - config_parameters(&two));
-    return n * latency * bandwidth / bytes;
-}
-
-// Seconds by which each further layer delays the step: by how much its all-reduce outlasts its backward.
-static double exposed_per_layer(Mesh mesh, int64_t sequences) {
-    Config c = layers_of_8b(sequences);
-    double two = program_cost(&c, mesh, techniques).comm.exposed_seconds;
-    c.layers = 3;
-    return program_cost(&c, mesh, techniques).comm.exposed_seconds - two;
-}
-
-// Fewest tokens per rank, in sequences of 64, at which further layers delay nothing on the model clock:
-// `most` sequences if none of those tried is enough.
-static double tokens_by_clock(Mesh mesh, int64_t most) {
-    int64_t exposed = 0, hidden = most;
-    while (hidden - exposed > 1) {
-        int64_t middle = (exposed + hidden) / 2;
-        if (exposed_per_layer(mesh, middle) > 1e-9) exposed = middle;
-        else hidden = middle;
-    }
-    return 64.0 * (double)hidden;
-}
-
-static void overlap_condition(Mesh mesh, const Config *config) {
-    replicas_divide_buckets();
+static void more(Mesh mesh, const Config *config) {
     buckets_are_full(mesh, config);
-    int n = mesh.dp.size;
-    if (n == 1) return;
-    const Machine *machine = clock_machine(), reached = clock_reached();
-    Machine free_memory = *machine;  // what the formula assumes
-    free_memory.memory_bytes_per_second = INFINITY;
-    device_dry_run(true);
-    clock_push("overlap condition");
-    say("\nTokens per rank from which all-reduces of Llama 3 8B's layers hide behind backward, %d ranks:\n",
-        n);
-    say("  %-30s %10s %22s %12s\n", "", "formula A3", "clock, memory is free", "model clock");
-    for (int apart = 0; apart < 2; apart++) {
-        double bandwidth = apart ? reached.network_bytes_per_second : reached.node_bytes_per_second;
-        double formula = tokens_by_formula(&reached, n, bandwidth);
-        double latency =
-            latency_share(n, apart ? machine->network_latency : machine->node_latency, bandwidth);
-        int64_t most = 64 + (int64_t)(2 * (1 + latency) * formula / 64);  // that are tried
-        clock_set_nodes(apart ? 1 : n);
-        clock_set_machine(&free_memory);
-        double ideal = tokens_by_clock(mesh, most);
-        clock_set_machine(machine);
-        double real = tokens_by_clock(mesh, most);
-        const char *where = apart ? "one GPU per node, network" : "all in one node, NVLink";
-        say("  %-30s %10.0f %22.0f %12.0f\n", where, formula, ideal, real);
-        report_number(where, "tokens to hide, formula", formula, "");
-        report_number(where, "tokens to hide, model clock", real, "");
-        report_that(fabs(ideal - formula) <= (0.01 + latency) * formula + 64,
-                    "%s: all-reduces hide from %.0f tokens on, where formula A3 says %.0f%s", where, ideal,
-                    formula,
-                    ideal < 64.0 * (double)most
-                        ? ""
-                        : ": no number that was tried is enough. Does backward wait for each of them?");
-        report_that(real <= ideal,
-                    "%s: all-reduces hide from %.0f tokens on, and from %.0f where memory traffic costs "
-                    "nothing, though it makes backward longer",
-                    where, real, ideal);
-    }
-    clock_set_nodes((int)config->gpus_per_node);
-    clock_pop();
-    device_dry_run(false);
+    ddp_overlap_condition(mesh, config);
 }
 
 int main(int argc, char **argv) {
@@ -309,7 +196,7 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"ddp_overlap", (const Technique *[]){&ddp_overlap, &recompute, NULL}, NULL, 0},
         .techniques = techniques,
-        .more = overlap_condition};
+        .more = more};
     return program_main(argc, argv, &program);
 }
 #endif

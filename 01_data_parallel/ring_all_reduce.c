@@ -13,7 +13,7 @@
 // Bytes sent per rank: K - k(r), then K - k(r+1), where chunk i has k(i) bytes: 2 (N - 1) / N K on average
 // for every K. Memory per rank: one more chunk. Time: 2 (N - 1) (alpha + K / (N B)) with latency alpha and
 // bandwidth B per link. All to one rank and back: 2 (alpha + (N - 1) K / B): 2 steps and as many bytes
-// in all, but through one rank's port, N times what the port of a rank in the ring carries.
+// in all, but each of them through one rank's port, one way at a time: with large K, N times as long.
 // Run: build/01_data_parallel/ring_all_reduce  (--ranks 5, --elements 3, --dtype bf16, --gpus-per-node 2)
 // Last line: PASS ring_all_reduce: sums go round a ring in 2 (N - 1) steps …
 #include <math.h>

@@ -56,7 +56,8 @@ void zero_price(Price *price, const Model *model, const Zero *zero, int stage);
 // ranks and then micro-batches (zero2, zero3).
 extern const Technique *const zero_twin_of_1[], *const zero_twin_of_2_and_3[];
 
-// Dry steps of Llama 3 8B on the model clock: 16,384 tokens per rank in one micro-batch, bf16, AdamW.
+// ---- zero_stages.c: Llama 3 8B on the model clock ----
+// Dry steps: 16,384 tokens per rank in one micro-batch, bf16, AdamW.
 typedef struct ZeroVariant {
     const char *name;
     const Technique *technique;
@@ -68,6 +69,8 @@ Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost 
 // Whether the flags leave the model clock at a DGX H100 with its full peaks, for which some figures are
 // asserted.
 bool zero_on_standard_machine(const Config *config);
+// All stages beside DDP: their steps, what a rank holds and sends; with --svg as a picture.
+void zero_stages(Mesh mesh, const Config *config);
 // zero3_overlap.c: at how many tokens, and up to how many ranks, ZeRO-3 hides its communication.
 void zero3_overlap(Mesh mesh, const Config *config);
 

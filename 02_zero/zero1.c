@@ -81,6 +81,10 @@ static void start_gather(Model *model, Zero *zero, int unit) {
     free(counts);
 }
 
+static void start_all_gathers(Model *model, Zero *zero) {
+    for (int unit = 0; unit < model->params.units; unit++) start_gather(model, zero, unit);
+}
+
 static void complete(void *context, Model *model) {
     Zero *zero = context;
     for (int unit = 0; unit < model->params.units; unit++) zero_wait(&zero->gathering[unit]);
@@ -90,9 +94,8 @@ static void stepped(void *context, Model *model, int unit) {
     Zero *zero = context;
     bool last = unit + 1 == model->params.units;
     if (zero->gather != GATHER_AFTER_STEP) start_gather(model, zero, unit);
-    if (zero->gather == GATHER_BEHIND_FORWARD || !last) return;
-    for (int i = 0; i <= unit && zero->gather == GATHER_AFTER_STEP; i++) start_gather(model, zero, i);
-    complete(zero, model);
+    else if (last) start_all_gathers(model, zero);
+    if (last && zero->gather != GATHER_BEHIND_FORWARD) complete(zero, model);
 }
 
 // The next forward waits here before it first uses the unit's weights.

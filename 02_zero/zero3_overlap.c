@@ -29,18 +29,6 @@ static double tokens_by_formula(const Machine *machine, int n, double bandwidth,
            bandwidth;
 }
 
-// Layers of Llama 3 8B.
-static Config layers_of_8b(int64_t layers, int64_t sequences, int64_t seq) {
-    Config c = config_of_model("llama-3-8b", "vocab=256 dtype=bf16");
-    c.layers = layers, c.micro_batch = sequences, c.seq = seq;
-    return c;
-}
-
-static double block_elements(void) {
-    const Config one = layers_of_8b(1, 1, 64), two = layers_of_8b(2, 1, 64);
-    return (double)(config_parameters(&two) - config_parameters(&one));
-}
-
 typedef struct PassCost {
     double compute[2], exposed[2];  // seconds on the model clock, by Pass
     double converting, adding;      // part of backward: gradients to f32, and into the sums of the own part
@@ -71,12 +59,12 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
 
 // The cost of one more layer.
 static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
-    Config two = layers_of_8b(2, sequences, seq), three = layers_of_8b(3, sequences, seq);
+    Config two = llama_8b_layers(2, sequences, seq), three = llama_8b_layers(3, sequences, seq);
     PassCost a = micro_batch_cost(&two, mesh), b = micro_batch_cost(&three, mesh);
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++)
         b.compute[pass] -= a.compute[pass], b.exposed[pass] -= a.exposed[pass];
     b.converting -= a.converting, b.adding -= a.adding;
-    b.elements = block_elements();
+    b.elements = llama_8b_layer_elements();
     return b;
 }
 
@@ -94,18 +82,27 @@ static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
     return weights + gradients <= seconds && gradients <= seconds - block->converting - block->adding / n;
 }
 
-// Fewest tokens per rank, in sequences of 64, at which further layers delay nothing on the model clock:
-// found by bisection with the charges, and confirmed by runs on the actual ranks.
-static double tokens_by_clock(Mesh mesh, Pass pass, int per_node, int64_t most) {
-    int64_t exposed = 0, hidden = most;
-    while (hidden - exposed > 1) {
-        int64_t middle = (exposed + hidden) / 2;
-        PassCost block = layer_cost(mesh_single(), middle, 64);
-        if (hides(&block, pass, mesh.dp.size, per_node)) hidden = middle;
-        else exposed = middle;
-    }
-    double enough = layer_cost(mesh, hidden, 64).exposed[pass],
-           fewer = exposed ? layer_cost(mesh, exposed, 64).exposed[pass] : 1;  // of none: one is enough
+typedef struct Search {
+    Mesh mesh;
+    Pass pass;
+    int per_node;
+    int64_t most;  // sequences of 64 that are tried
+} Search;
+
+static bool hides_by_charges(void *context, int64_t sequences) {
+    const Search *s = context;
+    PassCost block = layer_cost(mesh_single(), sequences, 64);
+    return hides(&block, s->pass, s->mesh.dp.size, s->per_node);
+}
+
+// Fewest tokens per rank at which further layers delay nothing on the model clock: found with the charges,
+// and confirmed by runs on the actual ranks.
+static double tokens_by_clock(void *context) {
+    const Search *s = context;
+    int64_t hidden = fewest_that_hide(s->most, hides_by_charges, context), exposed = hidden - 1;
+    double enough = layer_cost(s->mesh, hidden, 64).exposed[s->pass],
+           fewer =
+               exposed ? layer_cost(s->mesh, exposed, 64).exposed[s->pass] : 1;  // of none: one is enough
     report_that(enough < 1e-9,
                 "by its charges a layer hides behind %lld sequences of 64, and the run exposes %g s of it",
                 (long long)hidden, enough);
@@ -119,39 +116,23 @@ static double tokens_by_clock(Mesh mesh, Pass pass, int per_node, int64_t most) 
 static void overlap_condition(Mesh mesh, const Config *config) {
     int n = mesh.dp.size;
     const Machine *machine = clock_machine(), reached = clock_reached();
-    Machine free_memory = *machine;  // what the formula assumes
-    free_memory.memory_bytes_per_second = INFINITY;
     say("\nTokens per rank from which the weights and gradients of Llama 3 8B's layers hide, %d ranks:\n",
         n);
-    say("  %-35s %10s %22s %12s\n", "", "formula A3", "clock, memory is free", "model clock");
+    hides_from_title();
     for (int i = 0; i < 4; i++) {
         Pass pass = i % 2 ? BACKWARD : FORWARD;
-        int per_node = i < 2 ? n : 1;
         double bandwidth = i < 2 ? reached.node_bytes_per_second : reached.network_bytes_per_second;
         double alpha = i < 2 ? machine->node_latency : machine->network_latency;
         double formula = tokens_by_formula(&reached, n, bandwidth, pass);
         // Each call also has a latency, which the formula leaves out.
-        double calls = pass == FORWARD ? 1 : 2, bytes = (pass == FORWARD ? 2 : 6) * block_elements();
+        double calls = pass == FORWARD ? 1 : 2, bytes = (pass == FORWARD ? 2 : 6) * llama_8b_layer_elements();
         double latency = calls * n * alpha * bandwidth / bytes;
-        int64_t most = 64 + (int64_t)(2 * (1 + latency) * formula / 64);  // sequences that are tried
-        clock_set_nodes(per_node);
-        clock_set_machine(&free_memory);
-        double ideal = tokens_by_clock(mesh, pass, per_node, most);
-        clock_set_machine(machine);
-        double real = tokens_by_clock(mesh, pass, per_node, most);
+        Search search = {mesh, pass, i < 2 ? n : 1, 64 + (int64_t)(2 * (1 + latency) * formula / 64)};
         char *where = format_text("%s, %s", pass == FORWARD ? "forward" : "backward",
                                   i < 2 ? "all in one node" : "one GPU per node");
-        say("  %-35s %10.0f %22.0f %12.0f\n", where, formula, ideal, real);
-        report_number(where, "tokens to hide, formula", formula, "");
-        report_number(where, "tokens to hide, model clock", real, "");
-        report_that(fabs(ideal - formula) <= (0.01 + latency) * formula + 64,
-                    "%s: layers hide from %.0f tokens on, where formula A3 says %.0f", where, ideal,
-                    formula);
-        report_that(
-            real <= ideal,
-            "%s: layers hide from %.0f tokens on, and from %.0f where memory traffic costs nothing, "
-            "though it makes a pass longer",
-            where, real, ideal);
+        clock_set_nodes(search.per_node);
+        hides_from_row(&(HidesFrom){where, formula, (0.01 + latency) * formula + 64,
+                                    64.0 * (double)search.most, tokens_by_clock, &search});
         free(where);
     }
     clock_set_nodes((int)config->gpus_per_node);

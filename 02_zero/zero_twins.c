@@ -1,9 +1,8 @@
 // zero_twins.c: the twins with which the three stages of ZeRO are compared, DDP on the same ranks with the
-// same order of sums; and the table of their steps on the model clock.
+// same order of sums.
 //
 // Bytes sent: as in DDP. This file has no main.
 #include <stdlib.h>
-#include <string.h>
 
 #include "zero.h"
 
@@ -57,42 +56,3 @@ static const Technique ranks_first = {
 
 const Technique *const zero_twin_of_1[] = {&norm_in_parts, &ddp_no_sync, &recompute, NULL};
 const Technique *const zero_twin_of_2_and_3[] = {&norm_in_parts, &ranks_first, &recompute, NULL};
-
-// ---- the model clock ----
-
-bool zero_on_standard_machine(const Config *c) {
-    return !strcmp(c->machine, "dgx-h100") && c->gpus_per_node == 0 && c->compute_efficiency == 1 &&
-           c->network_efficiency == 1;
-}
-
-Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost *cost) {
-    Config c = config_of_model("llama-3-8b", "seq=8192 dtype=bf16 micro-batch=2 steps=2");
-    bool was_dry = device_is_dry_run();
-    device_dry_run(true);
-    char *title =
-        format_text("Llama 3 8B, %d ranks, %ld tokens on each", mesh.dp.size, c.micro_batch * c.seq);
-    say("\n%s, on the model clock:\n", title);
-    timeline_title(title);
-    free(title);
-    say("  %-28s %10s %18s %12s %9s %14s\n", "", "step, ms", "communication, ms", "exposed, ms", "share",
-        "rank 0 sends");
-    for (int i = 0; i < count; i++) {
-        const ZeroVariant *v = &variants[i];
-        Config with = c;
-        if (v->setting) config_set(&with, v->setting, v->value);
-        clock_push(v->name);
-        cost[i] = program_cost(&with, mesh, (const Technique *[]){v->technique, NULL});
-        clock_pop();
-        timeline_keep(v->name);
-        const CommCount *comm = &cost[i].comm;
-        say("  %-28s %10.2f %18.2f %12.2f %8.1f%% %14s\n", v->name, 1e3 * cost[i].step_seconds,
-            1e3 * comm->model_seconds, 1e3 * comm->exposed_seconds,
-            comm->model_seconds > 0 ? 100 * comm->exposed_seconds / comm->model_seconds : 0,
-            bytes_text((double)comm->bytes));
-        report_number(v->name, "seconds per step", cost[i].step_seconds, "s");
-        report_number(v->name, "exposed seconds", comm->exposed_seconds, "s");
-        report_number(v->name, "communication seconds", comm->model_seconds, "s");
-    }
-    device_dry_run(was_dry);
-    return c;
-}

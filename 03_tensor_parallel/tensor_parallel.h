@@ -32,6 +32,11 @@ void tensor_parallel_picture(Mesh mesh, const char *file);
 // sequence_parallel.c. Of n rows a rank has [*first, *first + result), a contiguous run; the runs of the
 // first n % size ranks are one row longer.
 int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
+// sequence_tables.c: what a block sends, its shapes, and what it keeps, beside tensor parallelism alone.
+void sequence_tables(Mesh mesh, const Config *config);
+
+// async_overlap.c: what async_tensor_parallel hides, on the model clock.
+void async_overlap(Mesh mesh, const Config *config);
 
 // vocab_parallel.c
 typedef struct VocabParallel {

@@ -258,36 +258,6 @@ const Technique expert_parallel = {.name = "expert_parallel",
 
 #ifndef NO_MAIN
 
-static void note(void *context, Moment moment) { ((int *)context)[moment]++; }
-
-// The price divides the rows of the tables by the passes of training, of which an evaluation must not be
-// one. Each pass waits for counts once, and another micro-batch may run then.
-static void tables_are_of_training(Mesh mesh, const Config *config) {
-    Trainer *t = trainer_new(config, mesh, expert_layouts());
-    const ExpertParallel *x = trainer_context(t, &expert_parallel);
-    int told[ENDS + 1] = {0};
-    x->moe->at = note;
-    x->moe->at_context = told;
-    x->moe->ledger.keeps = true;
-    held_out_loss(t, 1);
-    report_that(
-        x->passes + x->rows_sent + x->rows_served == 0,
-        "an evaluation has added %g passes to the table of training, with %g rows sent and %g served",
-        x->passes, x->rows_sent, x->rows_served);
-    report_that(x->moe->ledger.count == 0,
-                "an evaluation has added %lld counts to the ledger of training: kept->training says no",
-                (long long)x->moe->ledger.count);
-    report_that(told[WAITS_FOR_COUNTS] == told[BEGINS],
-                "%d passes begin to compute, and %d say before that they wait for counts", told[BEGINS],
-                told[WAITS_FOR_COUNTS]);
-    trainer_free(t);
-}
-
-static void more(Mesh mesh, const Config *config) {
-    tables_are_of_training(mesh, config);
-    expert_tables(mesh, config);
-}
-
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
@@ -301,7 +271,7 @@ int main(int argc, char **argv) {
         .option = &zero_option,
         .options = 1,
         .baseline = expert_baseline,
-        .more = more,
+        .more = expert_tables,
         .more_option = &proof_only_option,
         .more_options = 1};
     return program_main(argc, argv, &program);

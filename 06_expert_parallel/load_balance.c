@@ -183,38 +183,6 @@ static const Technique *const techniques[] = {
 };
 static const Technique *const one_device[] = {&moe, &load_balance, &recompute, NULL};
 
-// ---- the rule, by hand ----
-
-// Each layer's biases move by the rate, however far an expert is from the mean, and not at all if it is at
-// the mean: 3.5 tokens in the first layer, and 1 in the second, which a sum of sixths would miss.
-static void move_by_hand(void) {
-    enum { LAYERS = 2, EXPERTS = 6 };
-    static const double taken[LAYERS * EXPERTS] = {3, 1, 5, 6, 2, 4, 0, 0, 0, 1, 4, 1},
-                                       mean[LAYERS] = {3.5, 1},
-                                       want[LAYERS * EXPERTS] = {0.5, 0.5, -0.5, -0.5, 0.5,  -0.5,
-                                                                 0.5, 0.5, 0.5,  0,    -0.5, 0};
-    Config c = config_default("layers=2 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 experts=6 top-k=2");
-    config_set(&c, "balance-bias", 0.5);
-    Trainer *t = trainer_new(&c, mesh_single(), one_device);
-    LoadBalance *b = trainer_context(t, &load_balance);
-    for (int step = 1; step <= 2; step++) {
-        for (int i = 0; i < LAYERS * EXPERTS; i++) b->taken[i] = taken[i];
-        move_biases(b);
-        for (int layer = 0; layer < LAYERS; layer++) {
-            double bias[EXPERTS];
-            tensor_to_doubles(bias, bias_of(b, layer));
-            for (int i = 0; i < EXPERTS; i++)
-                report_that(
-                    bias[i] == step * want[layer * EXPERTS + i],
-                    "step %d of rate 0.5: expert %d of layer %d got %g tokens, where the mean is %g, "
-                    "and its bias is %g, not %g",
-                    step, i, layer, taken[layer * EXPERTS + i], mean[layer], bias[i],
-                    step * want[layer * EXPERTS + i]);
-        }
-    }
-    trainer_free(t);
-}
-
 // ---- what it achieves: a corpus in which a few tokens are frequent ----
 
 enum { CORPUS = 300000, SYMBOLS = 64, STEPS = 120, LAST = 40 };
@@ -298,7 +266,6 @@ static void say_steps(const char *name, const double *at) {
 }
 
 static void compare(Mesh mesh, const Config *config) {
-    move_by_hand();
     if (config_number(config, "proof-only")) return;
     static const struct {
         const char *name;

@@ -171,7 +171,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     Moe *moe = context;
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
-    moe_at(moe, ENDS);
+    moe_at(moe, ENDS);  // what led here: attention
     router_forward(moe, micro, layer, kept, x);
     moe_order(moe, kept);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, x);
@@ -194,7 +194,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = micro->block[layer].mlp.more;
     Tensor dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
-    moe_at(moe, ENDS);
+    moe_at(moe, ENDS);  // what led here: the blocks behind
     kept->dout = moe->dispatch.combine_backward(moe->dispatch.context, kept, dy, dweights);
     tensor_free(&kept->out);
     sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), BACKWARD);

@@ -21,8 +21,6 @@
 // Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
 // Last line: PASS bf16: the ranks reproduce the single-device step, and updates below half a step vanish …
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "mixed_precision.h"
 #include "tensor/rng.h"
@@ -100,74 +98,6 @@ const Technique bf16_recipe = {.name = "bf16",
 static const Technique *const techniques[] = {&bf16_recipe, &zero1, &recompute, NULL};
 static const Technique *const one_device[] = {&bf16_recipe, &recompute, NULL};
 
-// ---- whose random numbers ----
-
-// Elements halfway between two numbers go up or down by the random number alone. It differs between weights,
-// seeds and steps, and from the numbers with which the weight was initialized.
-static void round_halves(void) {
-    enum { COLUMNS = 48 };
-    const Param weight = {.name = "weight", .full = {1, COLUMNS}, .shape = {1, COLUMNS}};
-    const Param another = {.name = "another", .full = {1, COLUMNS}, .shape = {1, COLUMNS}};
-    static const char *const what[] = {"of another weight", "of another seed", "of another step",
-                                       "that it was drawn with"};
-    const StatePart part[] = {{&weight, STATE_VALUE, 0, 7, 1},
-                              {&another, STATE_VALUE, 0, 7, 1},
-                              {&weight, STATE_VALUE, 0, 7, 2},
-                              {&weight, STATE_VALUE, 0, 8, 1}};
-    enum { PARTS = sizeof part / sizeof *part };
-    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(COLUMNS)),
-           stored = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(COLUMNS));
-    double x[PARTS + 1][COLUMNS];
-    op_fill(wide, 1 + 0x1p-8);
-    for (int i = 0; i < PARTS; i++) {
-        store(NULL, stored, wide, part[i]);
-        tensor_to_doubles(x[i], stored);
-    }
-    op_round_stochastic(stored, wide, (RandomPlace){1, rng_stream("weight"), 7, 0, COLUMNS, 0, COLUMNS});
-    tensor_to_doubles(x[PARTS], stored);
-    for (int i = 1; i <= PARTS; i++)
-        report_that(memcmp(x[0], x[i], sizeof x[0]) != 0, "a weight is rounded by the random numbers %s",
-                    what[i - 1]);
-    tensor_free(&wide), tensor_free(&stored);
-}
-
-// ---- a part is rounded as the same elements of the whole ----
-
-// Rows 2 to 4, columns 3 to 6, of a matrix (6, 8), as tensor parallelism stores them, and of these the
-// elements from 1 on, as ZeRO shards them.
-static void round_parts(void) {
-    enum { ROWS = 3, COLUMNS = 4, ROW = 2, COLUMN = 3, FULL_ROWS = 6, FULL = 8, FIRST = 1, STEP = 7 };
-    const Param whole = {.name = "weight",
-                         .dims = 2,
-                         .full = {FULL_ROWS, FULL},
-                         .shape = {FULL_ROWS, FULL}},
-                part = {.name = "weight",
-                        .dims = 2,
-                        .full = {FULL_ROWS, FULL},
-                        .shape = {ROWS, COLUMNS},
-                        .first = {ROW, COLUMN}};
-    const int64_t count = ROWS * COLUMNS - FIRST;
-    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(FULL_ROWS * FULL)),
-           stored = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(FULL_ROWS * FULL)),
-           some = tensor_view(wide, 0, SHAPE(count)), rounded = tensor_view(stored, 0, SHAPE(count));
-    double x[FULL_ROWS * FULL], want[FULL_ROWS * FULL], got[ROWS * COLUMNS];
-    for (int i = 0; i < FULL_ROWS * FULL; i++)
-        x[i] = 1 + 0x1p-8;  // halfway: the random number alone decides
-    tensor_from_doubles(wide, x);
-    store(NULL, stored, wide, (StatePart){&whole, STATE_VALUE, 0, STEP, 1});
-    tensor_to_doubles(want, stored);
-    store(NULL, rounded, some, (StatePart){&part, STATE_VALUE, FIRST, STEP, 1});
-    tensor_to_doubles(got, rounded);
-    int wrong = 0;
-    for (int i = 0; i < count; i++) {
-        int row = ROW + (FIRST + i) / COLUMNS, column = COLUMN + (FIRST + i) % COLUMNS;
-        wrong += got[i] != want[row * FULL + column];
-    }
-    report_that(wrong == 0, "%d of %ld elements of a part are rounded otherwise than in the whole weight",
-                wrong, (long)count);
-    tensor_free(&wide), tensor_free(&stored);
-}
-
 // ---- updates that vanish ----
 
 typedef struct Way {
@@ -238,8 +168,6 @@ static void show_sums(void) {
 
 static void compare(Mesh mesh, const Config *config) {
     (void)mesh;
-    round_halves();
-    round_parts();
     if (config_number(config, "proof-only")) return;
     show_vanishing_updates();
     show_sums();

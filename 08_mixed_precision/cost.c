@@ -13,23 +13,6 @@
 
 #include "cost_block.h"
 
-CostModel cost_model(const Config *c) {
-    return (CostModel){.layers = (double)c->layers,
-                       .hidden = (double)c->hidden,
-                       .heads = (double)c->heads,
-                       .kv_heads = (double)c->kv_heads,
-                       .head_size = (double)config_head_size(c),
-                       .ffn = (double)c->ffn,
-                       .vocab = (double)c->vocab,
-                       .seq = (double)c->seq,
-                       .matrices = 3,
-                       .tied = c->tied,
-                       .experts = (double)c->experts,
-                       .top_k = (double)c->top_k,
-                       .shared = (double)c->shared_experts,
-                       .expert_ffn = (double)config_expert_width(c)};
-}
-
 // ---- what a model has ----
 
 static double weights(const CostModel *m, double experts) {

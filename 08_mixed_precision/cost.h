@@ -56,7 +56,6 @@ typedef struct CostModel {
     double experts, top_k, shared, expert_ffn, dense_layers;  // 0 experts: dense
     double q_rank, kv_rank, rope_size;                        // multi-head latent attention, 0: none
 } CostModel;
-CostModel cost_model(const Config *config);
 
 typedef struct CostLayout {
     int tp, cp, pp, dp, ep, etp;

@@ -213,48 +213,6 @@ static void show_sums(void) {
                 error[0]);
 }
 
-// ---- accept, asked by hand ----
-
-typedef struct Other {
-    bool says;
-    int asked;
-} Other;
-
-static bool other_accepts(void *context, Model *m, double grad_norm) {
-    (void)m, (void)grad_norm;
-    Other *other = context;
-    other->asked++;
-    return other->says;
-}
-
-// One step each, from a scale of 8.
-static void accept_by_hand(void) {
-    static const struct {
-        int64_t interval;
-        double norm;
-        bool other;  // in the socket
-        double scale;
-        bool made;
-    } step[] = {{2, 1, true, 8, true},         {1, 1, true, 16, true},   {2, 1, false, 8, false},
-                {2, INFINITY, true, 4, false}, {2, NAN, true, 4, false}, {0, 1, true, 8, true},
-                {0, INFINITY, true, 8, false}};
-    static Model m;
-    for (size_t i = 0; i < sizeof step / sizeof *step; i++) {
-        Other other = {step[i].other, 0};
-        LossScaler s = {.kept = {8, 0}, .interval = step[i].interval};
-        s.before.step.context = &other;
-        s.before.step.accept = other_accepts;
-        bool made = accept(&s, &m, step[i].norm);
-        report_that(
-            made == step[i].made && s.kept[KEPT_SCALE] == step[i].scale && other.asked == 1,
-            "--scale-interval %ld, norm %g, others in the socket say %s, asked %d times: the step is "
-            "%s, and the scale goes from 8 to %g; it should be %s, to %g, asked once",
-            (long)step[i].interval, step[i].norm, step[i].other ? "yes" : "no", other.asked,
-            made ? "made" : "skipped", s.kept[KEPT_SCALE], step[i].made ? "made" : "skipped",
-            step[i].scale);
-    }
-}
-
 // ---- an overflow on one rank ----
 
 // On the last rank one element of one gradient overflows, once when it is due.
@@ -324,7 +282,6 @@ static void show_overflow(Mesh mesh, const Config *config) {
 }
 
 static void compare(Mesh mesh, const Config *config) {
-    accept_by_hand();
     show_overflow(mesh, config);
     if (config_number(config, "proof-only")) return;
     show_masters();

@@ -22,7 +22,6 @@
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
 // Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: the ranks reproduce the single-device step …
-#include <math.h>
 #include <stdlib.h>
 
 #include "five_d.h"
@@ -206,50 +205,6 @@ const Technique fp8_recipe = {.name = "fp8",
 
 #ifndef NO_MAIN
 
-// ---- what scales leave of small and of large numbers ----
-
-// dx = dy W, where three rows of dy have one number each: `most`, 16 times that, and a ten millionth of it,
-// which e5m2 can represent beside the others if the scale is that of gradients. A delayed scale knows `most`
-// from the step before, and saturates what is larger; a current scale has room for the larger number. The
-// other rows are zero: tensor cores take 16.
-static void scale_by_hand(int recipe) {
-    enum { ROWS = 16 };
-    Config c = fp8_small(recipe, "steps=1");
-    c.dtype = F64;
-    bool delayed = fp8_recipes[recipe - 1].history > 0;
-    Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
-    train_step(t, NULL);
-    Model *m = t->model;
-    Param *w = m->block[0].down;
-    int slot = 3 * (int)(w - m->params.param) + 2;  // of x, W and dy
-    double most = delayed ? m->params.kept[slot] : 1, row[ROWS] = {most, 16 * most, 1e-7 * most};
-    int64_t h = c.hidden, f = c.ffn;
-    double *x = calloc((size_t)(ROWS * (h + f)), sizeof *x), *made = x + ROWS * h;
-    CHECK(x, "out of host memory for a linear");
-    for (int i = 0; i < ROWS; i++) x[i * h] = row[i];
-    Tensor dy = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(ROWS, h)),
-           dx = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(ROWS, f));
-    void *kept = NULL;
-    tensor_from_doubles(dy, x);
-    m->sockets.linear.backward_input(m->sockets.linear.context, m, 1, &w, dx, &dy, &kept);
-    tensor_to_doubles(made, dx);
-    double large = 0, small = 0, one = 0;
-    for (int64_t i = 0; i < f; i++)
-        one += fabs(made[i]), large += fabs(made[f + i]), small += fabs(made[2 * f + i]);
-    report_that(delayed ? large < 2.5 * one : large > 14 * one,
-                "%s: 16 times the largest gradient of the step before comes out as %g times: the "
-                "scale is %s",
-                fp8_recipes[recipe - 1].name, large / one,
-                delayed ? "not the delayed one" : "not of this tensor");
-    report_that(small > 0.5e-7 * one,
-                "%s: a gradient of 1e-7 of the largest comes out as %g of it: the scale is not that of "
-                "gradients in e5m2",
-                fp8_recipes[recipe - 1].name, small / one);
-    tensor_free(&dy), tensor_free(&dx);
-    free(x);
-    trainer_free(t);
-}
-
 // Before the proof, which takes a while.
 static void check_typed(Mesh mesh, const Config *config) {
     (void)mesh;
@@ -261,8 +216,6 @@ static void check_typed(Mesh mesh, const Config *config) {
 }
 
 static void more(Mesh mesh, const Config *config) {
-    scale_by_hand(TE_CURRENT);
-    scale_by_hand(TE_DELAYED);
     if (config_number(config, "proof-only")) return;
     fp8_tables();
     fp8_training(mesh, config);

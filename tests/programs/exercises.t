@@ -5,7 +5,8 @@
 # needs: programs build/tests/test_flash_model build/tests/test_transformer build/tests/test_cost
 # needs: build/tests/test_delayed_scaling build/tests/test_moe build/tests/test_zero_in_flight
 # needs: build/tests/test_tensor_parallel build/tests/test_sample build/tests/test_sequence_layout
-# needs: build/tests/test_memory
+# needs: build/tests/test_memory build/tests/test_recipes build/tests/test_sockets
+# needs: build/tests/test_zero_r
 . "$(dirname "$0")/tap.sh"
 # Seconds: the grader runs each program in a session of its own, which a busy machine schedules last.
 limit=1700

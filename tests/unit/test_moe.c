@@ -1,5 +1,6 @@
 // test_moe.c: a model whose blocks have experts: its gradients against finite differences, a delayed W,
-// recomputation that routes again, the sockets that experts' products go through, what is counted.
+// recomputation that routes again, the sockets that experts' products go through, what is counted in training
+// alone, and how the biases of load balance move.
 #include <math.h>
 #include <omp.h>
 #include <setjmp.h>
@@ -237,9 +238,13 @@ static void watched_backward_weight(void *context, Model *m, int count, Param *c
 }
 static void note(void *context, Moment moment) {
     Watch *w = context;
-    char letter = moment == BEGINS ? 'B' : moment == AMID ? 'A' : moment == ENDS ? 'E' : 'W';
+    static const char letter[] = {[WAITS_FOR_COUNTS] = 'C',
+                                  [WAITS_ACROSS_TO_COMPUTE] = 'W',
+                                  [BEGINS] = 'B',
+                                  [AMID] = 'A',
+                                  [ENDS] = 'E'};
     assert_true(w->moments + 1 < (int)sizeof w->moment);
-    w->moment[w->moments++] = letter;
+    w->moment[w->moments++] = letter[moment];
 }
 
 static void experts_go_through_sockets(void **state) {
@@ -272,6 +277,31 @@ static void experts_go_through_sockets(void **state) {
                 watch.moment);
         case_free(&c, &moe);
     }
+}
+
+// The price divides the rows of the tables by the passes of training, of which an evaluation must not be one.
+// Each pass waits for counts once, and another micro-batch may run then.
+static void an_evaluation_waits_for_counts_and_enters_no_table(void **state) {
+    (void)state;
+    Case c = case_new(kinds[0], &moe, RECOMPUTE_NONE);
+    ExpertParallel *x = expert_parallel.plug(c.model);
+    Watch watch = {.before = c.model->sockets};
+    x->moe->at = note;
+    x->moe->at_context = &watch;
+    x->moe->ledger.keeps = true;
+    MicroBatch micro =
+        micro_batch_new(c.model, -1, c.config.micro_batch, c.tokens, c.tokens, 0.05);  // -1: not training
+    model_forward(c.model, &micro);
+    micro_batch_free(c.model, &micro);
+    if (x->passes + x->to[0] + x->rows_sent + x->rows_served > 0)
+        fail_msg("an evaluation has added %g passes to the table of training, with %g rows", x->passes,
+                 x->to[0]);
+    if (x->moe->ledger.count)
+        fail_msg("an evaluation has added %lld counts to the ledger of training: kept->training says no",
+                 (long long)x->moe->ledger.count);
+    assert_string_equal(watch.moment, "ECWBAEWECWBAEW");  // of two layers
+    expert_parallel.unplug(c.model, x);
+    case_free(&c, &moe);
 }
 
 // ---- no gradient stays in 16 bits ----
@@ -309,6 +339,40 @@ static void parameters_are_counted(void **state) {
     }
 }
 
+// ---- load balance ----
+
+// Each layer's biases move by the rate, however far an expert is from the mean, and not at all if it is at
+// the mean: 3.5 tokens in the first layer, and 1 in the second, which a sum of sixths would miss.
+static void biases_move_by_the_rate_towards_the_mean(void **state) {
+    (void)state;
+    enum { LAYERS = 2, EXPERTS = 6 };
+    static int64_t taken[LAYERS][EXPERTS] = {{3, 1, 5, 6, 2, 4}, {0, 0, 0, 1, 4, 1}};
+    static const double want[LAYERS][EXPERTS] = {{0.5, 0.5, -0.5, -0.5, 0.5, -0.5},
+                                                 {0.5, 0.5, 0.5, 0, -0.5, 0}};
+    Config config = config_default("layers=2 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 experts=6 top-k=2");
+    config_set(&config, "balance-bias", 0.5);
+    Trainer *t = trainer_new(&config, mesh_single(), (const Technique *[]){&moe, &load_balance, NULL});
+    Model *m = t->model;
+    Balance balance = ((Moe *)m->sockets.mlp.context)->balance;
+    for (int step = 1; step <= 2; step++) {
+        for (int layer = 0; layer < LAYERS; layer++)
+            balance.backward(balance.context, NULL, layer, &(MoeKept){.own = taken[layer]});
+        assert_true(m->sockets.step.accept(m->sockets.step.context, m, 1));
+        for (int layer = 0; layer < LAYERS; layer++) {
+            double bias[EXPERTS];
+            tensor_to_doubles(bias, balance.bias(balance.context, layer));
+            for (int i = 0; i < EXPERTS; i++)
+                if (bias[i] != step * want[layer][i])
+                    fail_msg(
+                        "step %d of rate 0.5: expert %d of layer %d got %ld tokens, where the mean is %g, "
+                        "and its bias is %g, not %g",
+                        step, i, layer, (long)taken[layer][i], layer ? 1 : 3.5, bias[i],
+                        step * want[layer][i]);
+        }
+    }
+    trainer_free(t);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
@@ -320,7 +384,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(weight_gradients_may_come_late),
         cmocka_unit_test(recomputation_routes_alike),
         cmocka_unit_test(experts_go_through_sockets),
+        cmocka_unit_test(an_evaluation_waits_for_counts_and_enters_no_table),
         cmocka_unit_test(parameters_are_counted),
+        cmocka_unit_test(biases_move_by_the_rate_towards_the_mean),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

@@ -1,6 +1,7 @@
 // test_recipes.c: what recipes store in fewer bits or in more: sums of float16 gradients, gradients in f32
-// and as 8-bit codes, and moments, which a checkpoint saves and restores to the bit; and how much of their
-// losses is chance. TAP.
+// and as 8-bit codes, and moments, which a checkpoint saves and restores to the bit; the scale of float16's
+// loss; weights that are rounded at random; what FP8's scales leave of small and of large numbers; and how
+// much of their losses is chance. TAP.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -224,6 +225,168 @@ static void state_stored_again_is_the_same(void **state) {
     }
 }
 
+// ---- the scale of float16's loss ----
+
+typedef struct Other {
+    bool says;
+    int asked;
+} Other;
+
+static bool other_accepts(void *context, Model *m, double grad_norm) {
+    (void)m, (void)grad_norm;
+    Other *other = context;
+    other->asked++;
+    return other->says;
+}
+
+// One step each, from a scale of 8. `other` is in the socket already, and is asked in any case.
+static void an_overflow_halves_the_scale_and_skips_the_step(void **state) {
+    (void)state;
+    enum { STATIC = 1, DYNAMIC };
+    static const struct {
+        int kind, interval;
+        double norm;
+        bool other;
+        double scale;
+        bool made;
+    } step[] = {{DYNAMIC, 2, 1, true, 8, true},       {DYNAMIC, 1, 1, true, 16, true},
+                {DYNAMIC, 2, 1, false, 8, false},     {DYNAMIC, 2, INFINITY, true, 4, false},
+                {DYNAMIC, 2, NAN, true, 4, false},    {STATIC, 2, 1, true, 8, true},
+                {STATIC, 2, INFINITY, true, 8, false}};
+    for (size_t i = 0; i < sizeof step / sizeof *step; i++) {
+        Other other = {step[i].other, 0};
+        Model m = {.config = config_default("dtype=f16"),
+                   .sockets.step = {.context = &other, .accept = other_accepts}};
+        config_set(&m.config, "loss-scale", step[i].kind);
+        config_set(&m.config, "scale", 8);
+        config_set(&m.config, "scale-interval", step[i].interval);
+        void *context = fp16_recipe.plug(&m);
+        bool made = m.sockets.step.accept(m.sockets.step.context, &m, step[i].norm);
+        if (made != step[i].made || m.grad_scale != step[i].scale || other.asked != 1)
+            fail_msg(
+                "--loss-scale %s, --scale-interval %d, norm %g, others say %s, asked %d times: the "
+                "step is %s, and the scale goes from 8 to %g",
+                step[i].kind == STATIC ? "static" : "dynamic", step[i].interval, step[i].norm,
+                step[i].other ? "yes" : "no", other.asked, made ? "made" : "skipped", m.grad_scale);
+        fp16_recipe.unplug(&m, context);
+    }
+}
+
+// ---- weights rounded at random ----
+
+static void store_at_random(Tensor stored, Tensor wide, StatePart part) {
+    Config c = config_default("dtype=bf16");
+    config_set(&c, "master", 1);
+    config_set(&c, "sum", 0);
+    config_set(&c, "gradient", 0);
+    config_set(&c, "rounding", 1);
+    Recipe r = recipe_standard(BF16);
+    bf16_recipe.recipe(&r, &c);
+    r.rounding->store(r.rounding->context, stored, wide, part);
+}
+
+// Elements halfway between two numbers go up or down by the random number alone. It differs between weights,
+// seeds and steps, and from the numbers with which the weight was initialized.
+static void each_weight_seed_and_step_has_its_random_numbers(void **state) {
+    (void)state;
+    enum { COLUMNS = 48 };
+    const Param weight = {.name = "weight", .full = {1, COLUMNS}, .shape = {1, COLUMNS}};
+    const Param another = {.name = "another", .full = {1, COLUMNS}, .shape = {1, COLUMNS}};
+    static const char *const what[] = {"of another weight", "of another seed", "of another step",
+                                       "that it was drawn with"};
+    const StatePart part[] = {{&weight, STATE_VALUE, 0, 7, 1},
+                              {&another, STATE_VALUE, 0, 7, 1},
+                              {&weight, STATE_VALUE, 0, 7, 2},
+                              {&weight, STATE_VALUE, 0, 8, 1}};
+    enum { PARTS = sizeof part / sizeof *part };
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(COLUMNS)),
+           stored = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(COLUMNS));
+    double x[PARTS + 1][COLUMNS];
+    op_fill(wide, 1 + 0x1p-8);
+    for (int i = 0; i < PARTS; i++) {
+        store_at_random(stored, wide, part[i]);
+        tensor_to_doubles(x[i], stored);
+    }
+    op_round_stochastic(stored, wide, (RandomPlace){1, rng_stream("weight"), 7, 0, COLUMNS, 0, COLUMNS});
+    tensor_to_doubles(x[PARTS], stored);
+    for (int i = 1; i <= PARTS; i++)
+        if (!memcmp(x[0], x[i], sizeof x[0]))
+            fail_msg("a weight is rounded by the random numbers %s", what[i - 1]);
+    tensor_free(&wide), tensor_free(&stored);
+}
+
+// Rows 2 to 4, columns 3 to 6, of a matrix (6, 8), as tensor parallelism stores them, and of these the
+// elements from 1 on, as ZeRO shards them.
+static void a_part_is_rounded_as_in_the_whole_weight(void **state) {
+    (void)state;
+    enum { ROWS = 3, COLUMNS = 4, ROW = 2, COLUMN = 3, FULL_ROWS = 6, FULL = 8, FIRST = 1, STEP = 7 };
+    const Param whole = {.name = "weight", .full = {FULL_ROWS, FULL}, .shape = {FULL_ROWS, FULL}},
+                part = {.name = "weight",
+                        .full = {FULL_ROWS, FULL},
+                        .shape = {ROWS, COLUMNS},
+                        .first = {ROW, COLUMN}};
+    const int64_t count = ROWS * COLUMNS - FIRST;
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(FULL_ROWS * FULL)),
+           stored = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(FULL_ROWS * FULL)),
+           some = tensor_view(wide, 0, SHAPE(count)), rounded = tensor_view(stored, 0, SHAPE(count));
+    double want[FULL_ROWS * FULL], got[ROWS * COLUMNS];
+    op_fill(wide, 1 + 0x1p-8);
+    store_at_random(stored, wide, (StatePart){&whole, STATE_VALUE, 0, STEP, 1});
+    tensor_to_doubles(want, stored);
+    store_at_random(rounded, some, (StatePart){&part, STATE_VALUE, FIRST, STEP, 1});
+    tensor_to_doubles(got, rounded);
+    for (int i = 0; i < count; i++) {
+        int row = ROW + (FIRST + i) / COLUMNS, column = COLUMN + (FIRST + i) % COLUMNS;
+        assert_true(got[i] == want[row * FULL + column]);
+    }
+    tensor_free(&wide), tensor_free(&stored);
+}
+
+// ---- what FP8's scales leave of small and of large numbers ----
+
+// dx = dy W, where three rows of dy have one number each: `most`, 16 times that, and a ten millionth of it,
+// which e5m2 can represent beside the others if the scale is that of gradients. A delayed scale knows `most`
+// from the step before, and saturates what is larger; a current scale has room for the larger number. The
+// other rows are zero: tensor cores take 16.
+static void a_delayed_scale_saturates_and_a_current_one_does_not(void **state) {
+    (void)state;
+    enum { ROWS = 16, HIDDEN = 48, FFN = 96 };
+    for (int delayed = 0; delayed < 2; delayed++) {
+        Config c = fp8_small(delayed ? TE_DELAYED : TE_CURRENT, "steps=1 hidden=48 ffn=96");
+        c.dtype = F64;
+        Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
+        train_step(t, NULL);
+        Model *m = t->model;
+        Param *w = m->block[0].down;
+        int slot = 3 * (int)(w - m->params.param) + 2;  // of x, W and dy
+        double most = delayed ? m->params.kept[slot] : 1;
+        double x[ROWS * HIDDEN] = {0}, made[ROWS * FFN], size[3] = {0};
+        x[0] = most, x[HIDDEN] = 16 * most, x[2 * HIDDEN] = 1e-7 * most;
+        Tensor dy = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(ROWS, HIDDEN)),
+               dx = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(ROWS, FFN));
+        void *kept = NULL;
+        tensor_from_doubles(dy, x);
+        m->sockets.linear.backward_input(m->sockets.linear.context, m, 1, &w, dx, &dy, &kept);
+        tensor_to_doubles(made, dx);
+        for (int i = 0; i < 3 * FFN; i++) size[i / FFN] += fabs(made[i]);
+        double large = size[1] / size[0], small = size[2] / size[0];
+        if (delayed ? !(large < 2.5) : !(large > 14))
+            fail_msg(
+                "16 times the largest gradient of the step before comes out as %g times: the scale is "
+                "%s",
+                large, delayed ? "not the delayed one" : "not of this tensor");
+        if (!(small > 0.5e-7))
+            fail_msg(
+                "a gradient of 1e-7 of the largest comes out as %g of it: the scale is not that of "
+                "gradients in e5m2",
+                small);
+        tensor_free(&dy), tensor_free(&dx);
+        trainer_free(t);
+    }
+}
+
+// ---- chance ----
+
 // Runs and seeds may differ by any amount; what a run does with only one of the seeds is chance.
 static void chance_is_what_rows_and_columns_leave(void **state) {
     (void)state;
@@ -247,6 +410,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(no_gradient_is_rounded_to_bf16),
         cmocka_unit_test(gradients_as_codes_have_a_scale_for_each_weight),
         cmocka_unit_test(state_stored_again_is_the_same),
+        cmocka_unit_test(an_overflow_halves_the_scale_and_skips_the_step),
+        cmocka_unit_test(each_weight_seed_and_step_has_its_random_numbers),
+        cmocka_unit_test(a_part_is_rounded_as_in_the_whole_weight),
+        cmocka_unit_test(a_delayed_scale_saturates_and_a_current_one_does_not),
         cmocka_unit_test(chance_is_what_rows_and_columns_leave),
     };
     return cmocka_run_group_tests_name("recipes", tests, NULL, NULL);

@@ -1,7 +1,8 @@
 // test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for its calls, among which
-// ranks, as DDP too, and how many elements each rank has; which weights ZeRO-3 has gathered while a unit
-// computes, from which ranks, and in how many bytes; when hybrid sharding sends across nodes; and in ZeRO-R,
-// whose place in the arena a backward gives back. TAP.
+// ranks, as DDP and its buckets too, and how many elements each rank has; which weights ZeRO-3 has gathered
+// while a unit computes, from which ranks, and in how many bytes; when hybrid sharding sends across nodes; and
+// in ZeRO-R, whose place in the arena a backward gives back. TAP.
+#include "01_data_parallel/ddp_bucketed.h"
 #include "02_zero/zero.h"
 #include "ranks.h"
 #include "tensor/in_flight.h"
@@ -65,6 +66,26 @@ static void ddp_sums_among_replicas(void) {
         expect_bytes("all_reduce", (double)params_elements(&m->params), 2 * 8, mesh);
         trainer_free(t);
     }
+}
+
+// Six units that no bucket is full of: two in the middle have other replicas than the rest, and so has the
+// last one, which stores nothing. Buckets end where the replicas change, and none is empty.
+static void replicas_divide_buckets(void) {
+    enum { UNITS = 6, BUCKETS = 3 };
+    static const int64_t count[UNITS] = {4, 0, 2, 2, 4, 0};
+    static const bool other[UNITS] = {false, false, true, true, false, true};
+    static const int first[BUCKETS] = {4, 2, 0};
+    Unit unit[UNITS];
+    for (int i = 0; i < UNITS; i++)
+        unit[i] = (Unit){.count = count[i],
+                         .replicas = {.size = 2 + other[i], .handle = other[i]},
+                         .grads = tensor_new(MEMORY_GRADIENT, F32, SHAPE(count[i]))};
+    Model m = {.config = config_of(""), .params = {.unit = unit, .units = UNITS, .recipe.sum = F32}};
+    Buckets *b = ddp_bucketed_plug(&m);
+    SAME(b->count, BUCKETS);
+    for (int i = 0; i < BUCKETS && b->count == BUCKETS; i++) SAME(b->first_unit[i], first[i]);
+    ddp_bucketed_unplug(&m, b);
+    for (int i = 0; i < UNITS; i++) tensor_free(&unit[i].grads);
 }
 
 // Gradients are sent as soon as they are ready, without waiting; weights when --gather says so.
@@ -276,6 +297,7 @@ static void zero_r_keeps_the_place_of_the_first(void) {
 
 static const RankTest tests[] = {TEST(parts_are_even),
                                  TEST(ddp_sums_among_replicas),
+                                 TEST(replicas_divide_buckets),
                                  TEST(zero1_overlaps),
                                  TEST(zero3_gathers_one_unit_ahead),
                                  TEST(zero3_leaves_other_stages_alone),

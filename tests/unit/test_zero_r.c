@@ -61,36 +61,44 @@ static void cut_checkpoints_change_no_bit(void) {
 
 // ---- buffers ----
 
+static void buffers_change_no_bit(Mesh mesh, bool tied) {
+    Config c = config_of("layers=1 dtype=bf16");
+    c.tied = tied;
+    config_set(&c, "bucket-mb", 1e-6);
+    Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&ddp_no_sync, NULL});
+    Record in_place = train_record(t, "in place");
+    int64_t all = params_elements(&t->model->params);
+    trainer_free(t);
+    // Elements: a weight ends within the buffer, at its end, and far beyond it; all, and one more.
+    const int64_t sizes[] = {97, 257 * 48, 257 * 48 + 1, all - 1, all, all + 1, INT64_MAX / 4};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        t = trainer_new(&c, mesh, NULL);
+        ConstantBuffer b = {.bytes = 4 * sizes[i]};
+        constant_buffer_plug(t->model, &b);
+        SAME(tensor_count(b.buffer), sizes[i] < all ? sizes[i] : all);
+        Record record = train_record(t, "through a buffer");
+        expect_same_bits("buffer", &record, &in_place);
+        constant_buffer_unplug(t->model, &b);
+        record_free(&record);
+        trainer_free(t);
+    }
+    record_free(&in_place);
+}
+
 static void buffers_of_every_size_change_no_bit(void) {
     Mesh mesh = mesh_new((MeshShape){.dp = n});
-    for (int tied = 0; tied < 2; tied++) {
-        Config c = config_of("layers=1 dtype=bf16");
-        c.tied = tied;
-        config_set(&c, "bucket-mb", 1e-6);
-        Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&ddp_no_sync, NULL});
-        Record in_place = train_record(t, "in place");
-        int64_t all = params_elements(&t->model->params);
-        trainer_free(t);
-        // Elements: a weight ends within the buffer, at its end, and far beyond it; all, and one more.
-        const int64_t sizes[] = {97, 257 * 48, 257 * 48 + 1, all - 1, all, all + 1, INT64_MAX / 4};
-        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-            t = trainer_new(&c, mesh, NULL);
-            ConstantBuffer b = {.bytes = 4 * sizes[i]};
-            constant_buffer_plug(t->model, &b);
-            SAME(tensor_count(b.buffer), sizes[i] < all ? sizes[i] : all);
-            Record record = train_record(t, "through a buffer");
-            expect_same_bits("buffer", &record, &in_place);
-            constant_buffer_unplug(t->model, &b);
-            record_free(&record);
-            trainer_free(t);
-        }
-        record_free(&in_place);
-    }
+    for (int tied = 0; tied < 2; tied++) buffers_change_no_bit(mesh, tied);
+}
+
+// As where two ranks of tensor parallelism share each replica: sums are over every other rank.
+static void buffers_sum_among_replicas(void) {
+    if (n % 2 == 0) buffers_change_no_bit(mesh_new((MeshShape){.dp = n / 2, .tp = 2}), false);
 }
 
 static const RankTest tests[] = {
     TEST(cut_checkpoints_change_no_bit),
     TEST(buffers_of_every_size_change_no_bit),
+    TEST(buffers_sum_among_replicas),
 };
 
 int main(int argc, char **argv) {
