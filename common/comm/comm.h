@@ -150,6 +150,12 @@ double comm_sum(double value, Group group);
 double comm_max(double value, Group group);
 // In place: each value becomes its sum over the group; one all-reduce of `count` f64.
 void comm_sum_all(double *values, int count, Group group);
+// Whether all members have called it with the same value; all get the same answer.
+bool comm_same(uint64_t value, Group group);
+// A hash of these bytes, to be compared so (FNV-1a, eight bytes at a time). It goes on from the hash of what
+// comes before them, which at first is HASH_SEED.
+extern const uint64_t HASH_SEED;
+uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
 
 // ---- counts ----
 

@@ -88,8 +88,6 @@ extern struct Comm {
 
 // ---- comm.c ----
 
-extern const uint64_t HASH_SEED;
-uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
 static inline int world_rank(Group group, int member) {
     return group.member ? group.member[member] : comm.rank;
 }
