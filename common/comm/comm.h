@@ -64,6 +64,9 @@ const char *comm_carrier(void);
 bool comm_sums_in_rank_order(void);
 // Seconds after which a wait is taken for a deadlock (--timeout); 300 by default. Returns the old value.
 double comm_set_timeout(double seconds);
+// Called by all ranks before and after a part in which one of them works. The others wait there, at the end,
+// however long it takes; what memory their machine has left is that rank's alone.
+void comm_one_works(bool begins);
 // Whether calls are compared before they start; on by default, off with --trust-calls. Kinds, groups and
 // order are compared in all groups; roots, dtypes, operations and sizes in groups of up to 64, or in all
 // groups after comm_set_check(true). With the check off, a call sends its data and nothing else, and starts

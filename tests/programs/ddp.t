@@ -2,6 +2,7 @@
 # ddp.t: data parallelism on 3 ranks against one device: tied, unequal labels, clipping, f64 and bf16. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap
 # needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync build/00_single_gpu/train
+# needs: build/02_zero/zero3
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/01_data_parallel
@@ -39,6 +40,12 @@ if unshare -m --propagation private true 2>/dev/null; then
     wanted "ranks share memory" && with_180_MB ddp_naive --ranks 24 $wide
     one_line $? -F -- '--ranks 24 does not fit: a rank takes 8.39 MB of memory or more, and 184 MB are left'
     report $? "ranks share memory: 24 are not even started"
+    # Weights of 75 MB, which rank 0 gathers while the others wait; no rank asks for 45 MB at once before.
+    sharded="--no-check --layers 8 --hidden 384 --heads 2 --kv-heads 2 --ffn 1536 --vocab 256 --seq 8 --steps 1"
+    sharded+=" --micro-batch 1 --sample 1 --eval-every 0 --dtype f32"
+    wanted "ranks share memory, and one may take it alone" && with_180_MB ../02_zero/zero3 --ranks 4 $sharded &&
+        grep -q '^PASS' "$out"
+    report $? "ranks share memory, and one may take it alone: $(cat "$err")"
     # Rank 1 finds another file or folder under the same name, as on another host.
     elsewhere() {  # elsewhere THEIRS NAME FLAGS…
         by_mpirun -n 2 unshare -m --propagation private \
