@@ -288,14 +288,24 @@ static void staged_memory(const Config *c, const LoneParts *p, int layers, LoneM
     mesh_end(&mesh);
 }
 
+// Seconds of a stage's dry step of one micro-batch. Many layers are not counted one by one: a step is a
+// straight line beyond them, as in one_stage.
+static double stage_step(const Config *c, int64_t layers) {
+    for (int64_t counted = 256;; counted *= 2) {
+        if (layers <= counted) return dry_step(c, layers, 1, true).step_seconds;
+        StepCost cost = dry_step(c, counted, 1, true), more = dry_step(c, counted + 1, 1, true);
+        if (more.comm.exposed_seconds >= (1 - 1e-6) * cost.comm.exposed_seconds)
+            return cost.step_seconds + (double)(layers - counted) * (more.step_seconds - cost.step_seconds);
+    }
+}
+
 // What a stage's step has besides its micro-batch: data parallelism and the optimizer. A tied model with the
 // same layers has the same number of weights: one table of the vocabulary, not two.
 static double behind_micro_batch(const Config *c, const LoneParts *p, int64_t layers) {
-    StepCost cost = dry_step(c, layers, 1, true);
     double computed = 0;
     for (int i = 0; i < 3; i++)
         computed += (i == BLOCK ? (double)layers : 1) * (p->forward[i] + p->backward[i]);
-    return fmax(cost.step_seconds - computed, 0);
+    return fmax(stage_step(c, layers) - computed, 0);
 }
 
 LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {

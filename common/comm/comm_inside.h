@@ -63,8 +63,8 @@ typedef struct Identity {
 
 extern struct Comm {
     bool started, alone, finished;  // alone: no transport, as before comm_start
-    int rank, ranks, here;  // here: ranks of this machine
-    double timeout, patience;  // patience: the timeout before one began to work
+    int rank, ranks, here;          // here: ranks of this machine
+    double timeout, patience;       // patience: the timeout before one began to work
     bool check, check_given;
     bool for_all;        // comm_stand_for_all
     Identity *identity;  // of each rank
