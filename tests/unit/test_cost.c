@@ -102,8 +102,9 @@ static void the_fullest_stage_counts(void **state) {
     assert_true(lone_memory(&c, &parts).peak >= 1e12);
 }
 
-// Seconds of a step on two stages of so many layers each, with ZeRO-1 over four ranks.
-static double two_stages(int64_t layers) {
+// Seconds of a step on two stages of so many layers each, with ZeRO-1 over four ranks, and bytes of a rank.
+enum { SECONDS, WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, FIGURES };
+static void two_stages(double *figure, int64_t layers) {
     Config c = config_default(
         "hidden=64 heads=2 kv-heads=2 ffn=128 vocab=256 seq=128 dtype=bf16 "
         "optimizer=adamw micro-batch=1 grad-acc=4");
@@ -118,11 +119,13 @@ static double two_stages(int64_t layers) {
         config_set(&c, setting[i].name, setting[i].value);
     LoneParts parts = lone_parts(&c);
     LoneMemory memory;
-    return lone_step(&c, &parts, &memory).step;
+    figure[SECONDS] = lone_step(&c, &parts, &memory).step;
+    figure[WEIGHTS] = memory.weights, figure[GRADIENTS] = memory.gradients;
+    figure[OPTIMIZER] = memory.optimizer, figure[KEPT] = memory.kept;
 }
 
-// Each layer of a stage takes as long as the one before: those that are counted, and those that are not. To
-// count 50,000 of them would take minutes.
+// Each layer of a stage takes and holds as much as the one before: those that are counted, and those that are
+// not. To count 50,000 of them would take minutes.
 static void many_layers_continue_what_few_cost(void **state) {
     (void)state;
 #ifdef __SANITIZE_ADDRESS__
@@ -134,11 +137,17 @@ static void many_layers_continue_what_few_cost(void **state) {
     device_dry_run(true);
     comm_stand_for_all(true);
     clock_set_machine(machine_find("dgx-h100"));
-    double first = two_stages(200), layer = (two_stages(250) - first) / 50;
+    double few[FIGURES], more[FIGURES], figure[FIGURES];
+    two_stages(few, 200);
+    two_stages(more, 250);
     for (size_t i = 0; i < sizeof stage / sizeof *stage; i++) {
-        double step = two_stages(stage[i]), line = first + (double)(stage[i] - 200) * layer;
-        if (!(fabs(step - line) <= 1e-9 * line))
-            fail_msg("%ld layers take %.12g s, and should %.12g", stage[i], step, line);
+        two_stages(figure, stage[i]);
+        for (int j = 0; j < FIGURES; j++) {
+            double line = few[j] + (double)(stage[i] - 200) * (more[j] - few[j]) / 50;
+            if (!(fabs(figure[j] - line) <= (j == SECONDS ? 1e-9 : 0) * line))
+                fail_msg("figure %d of %ld layers is %.12g, and should be %.12g", j, stage[i], figure[j],
+                         line);
+        }
     }
     comm_stand_for_all(false);
     device_dry_run(false);
