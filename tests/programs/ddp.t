@@ -68,6 +68,11 @@ if unshare -m --propagation private true 2>/dev/null; then
         for seed in 1 2; do
             "$build/../00_single_gpu/train" ${wide#--no-check} --seed $seed --save "$work/$seed"
         done >"$out"
+        # The other one's tensors under this one's header, which also tells of the run.
+        ours=$work/1/step-000001/model.safetensors theirs=$work/2/step-000001/model.safetensors
+        header=$((8 + $(od -An -tu8 -N8 "$ours")))
+        { head -c $header "$ours" && tail -c +$((header + 1)) "$theirs"; } >"$work/mixed"
+        mv "$work/mixed" "$theirs"
         elsewhere "$work/2" "$work/1" --init "$work/1" --no-check --steps 1 --sample 0 --eval-every 0 --seq 8
         one_line $status -F "model.safetensors: not all ranks find the same weights there: all hosts need"
         report $? "ranks that find other weights: $(cat "$err")"
