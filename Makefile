@@ -115,10 +115,12 @@ Q := @
 compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
-# An output gets its name last, or make would take that of an interrupted link for up to date. Two makes at
-# once do not write the same file: $$ is the shell's process number.
+# An output gets its name last, or make would take that of an interrupted command for up to date. Two makes
+# at once do not write the same file: $$ is the shell's process number.
 part       = $@.$$$$.part
 whole      = -o $(part) && mv $(part) $@
+# What is compiled, and in a file beside it what it was compiled from.
+object     = -MMD -MP -MF $(@:.o=.d) -MT $@ -c $< $(whole)
 archive_of = $(Q)ar rcs $(part) $(1) && mv $(part) $@
 # Keeps a command line in a file, so that a different one rebuilds everything that depends on it. If several
 # makes run at once, as in tests, none removes the file under another.
@@ -249,11 +251,11 @@ FORCE:
 
 $(OBJECTS)/lib/%.o: %.c $(OBJECTS)/flags
 	@mkdir -p $(@D)
-	$(compile) $(CC) $(ALL_CFLAGS) -DNO_MAIN -MMD -MP -c $< -o $@
+	$(compile) $(CC) $(ALL_CFLAGS) -DNO_MAIN $(object)
 
 $(OBJECTS)/main/%.o: %.c $(OBJECTS)/flags
 	@mkdir -p $(@D)
-	$(compile) $(CC) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
+	$(compile) $(CC) $(ALL_CFLAGS) $(object)
 
 $(OBJECTS)/main/tests/unit/%.o: private CFLAGS += $(TEST_OPT)
 

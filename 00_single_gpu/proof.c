@@ -256,20 +256,20 @@ static void compare_twin(const Config *config, Mesh mesh, const char *twin, Tech
 }
 
 // The run on one device, and how close to it this layout must come. Rank 0 runs it for all, since repeating
-// it on every rank would only compete for the cores; the others wait without a timeout.
+// it on every rank would only compete for the cores.
 static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool masked, Bound *bound) {
     Record record = {0};
     *bound = bound_of(0);
-    double timeout = comm_set_timeout(INFINITY);
+    comm_one_works(true);
     if (mesh.world.rank == 0) {
         clock_push("one device");
         record = program_record(whole, mesh_single(), alone, masked, false, "one device");
         *bound = train_bound_with(whole, alone, masked, &record);
         clock_pop();
     }
+    comm_one_works(false);
     bound->gradients = comm_sum(bound->gradients, mesh.world);
     bound->others = comm_sum(bound->others, mesh.world);
-    comm_set_timeout(timeout);
     record_share(&record, 0, mesh.world);
     return record;
 }

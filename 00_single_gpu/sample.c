@@ -166,13 +166,17 @@ static void write_text(const Trainer *t, Model *model, int64_t length) {
 
 // ---- rank 0 writes it ----
 
-// A model on one device with the trained weights, gathered from all ranks (collective); NULL on all ranks
-// but the first.
-static Model *gather_model(Trainer *t) {
+// A model on one device, as yet without weights; NULL on all ranks but the first.
+static Model *model_of_first(const Trainer *t) {
+    if (t->model->mesh.world.rank > 0) return NULL;
+    Model *one = model_new(&t->config, mesh_single());
+    model_allocate(one);
+    return one;
+}
+
+// Gives `one`, where it is, the trained weights from all ranks (collective).
+static void gather_weights(Trainer *t, Model *one) {
     const Sockets *sockets = &t->model->sockets;
-    bool first = t->model->mesh.world.rank == 0;
-    Model *one = first ? model_new(&t->config, mesh_single()) : NULL;
-    if (one) model_allocate(one);
     sockets->parameters.complete(sockets->parameters.context, t->model);
     for (int i = 0; i < t->model->params.count; i++) {
         const Param *param = &t->model->params.param[i];
@@ -181,7 +185,6 @@ static Model *gather_model(Trainer *t) {
         if (one) param_set_value(&one->params, &one->params.param[i], whole);
         free(whole);
     }
-    return one;
 }
 
 // A run on one device may need techniques as well: those of the baseline.
@@ -200,11 +203,13 @@ void sample_show(Trainer *t, Techniques baseline) {
     int64_t length = (int64_t)config_number(&t->config, "sample");
     if (!length) return;
     bool alone = t->model->mesh.world.size == 1;
-    Model *one = alone ? t->model : gather_model(t);
-    double timeout = comm_set_timeout(INFINITY);  // the others wait however long it takes
+    comm_one_works(true);
+    Model *one = alone ? t->model : model_of_first(t);
+    comm_one_works(false);
+    if (!alone) gather_weights(t, one);
+    comm_one_works(true);
     if (alone) write_text(t, one, length);
     else if (one) write_with(t, one, baseline, length);
     if (one && !alone) model_free(one);
-    if (!alone) comm_wait(comm_barrier(t->model->mesh.world));
-    comm_set_timeout(timeout);
+    comm_one_works(false);
 }

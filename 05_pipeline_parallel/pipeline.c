@@ -211,15 +211,17 @@ static double evaluate(void *context, Model *m, MicroBatch *micro) {
 // How often a step makes each unit's gradient final: once for each micro-batch that passes the unit here.
 static void count_finals(Pipeline *p, const Model *m) {
     const Schedule *s = &p->schedule;
+    int64_t passing[DIRECTIONS_MOST] = {0};  // micro-batches, by direction
+    for (int i = 0; i < s->micro_batches; i++) passing[s->direction[i]]++;
     for (int unit = 0; unit < m->params.units; unit++) {
         int64_t seen = 0;
-        for (int i = 0; i < s->micro_batches; i++) {
+        for (int direction = 0; direction < s->directions; direction++) {
             bool here = false;
-            const int *place = s->place + s->direction[i] * s->stages;
+            const int *place = s->place + direction * s->stages;
             for (int stage = 0; stage < s->stages; stage++)
                 here = here ||
                        (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
-            seen += here;
+            seen += here ? passing[direction] : 0;
         }
         p->idle[unit] = seen == 0 && m->params.unit[unit].count > 0;
         p->finals[unit] = seen + p->idle[unit];

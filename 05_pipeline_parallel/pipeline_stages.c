@@ -80,13 +80,6 @@ bool pipeline_in_chunk(const Model *m, const Chunk *chunk, int unit) {
     return layer >= chunk->first_layer && layer < chunk->end_layer;
 }
 
-static bool holds(const Schedule *s, const Model *m, const Chunk *chunk, int rank, int unit) {
-    bool here = false;
-    for (int i = 0; i < s->directions * s->stages; i++)
-        here = here || (s->place[i] == rank && pipeline_in_chunk(m, &chunk[i % s->stages], unit));
-    return here;
-}
-
 void pipeline_shard(Model *m) {
     Group pp = m->mesh.pp;
     if (pp.size == 1) return;
@@ -94,9 +87,12 @@ void pipeline_shard(Model *m) {
     Chunk chunk[STAGES_MOST];
     pipeline_split_layers(&m->config, chunk, s.stages);
     for (int unit = 0; unit < m->params.units; unit++) {
+        bool holds[RANKS_MOST] = {false};
+        for (int i = 0; i < s.directions * s.stages; i++)
+            if (pipeline_in_chunk(m, &chunk[i % s.stages], unit)) holds[s.place[i]] = true;
         int holder[RANKS_MOST], holders = 0;
         for (int rank = 0; rank < pp.size; rank++)
-            if (holds(&s, m, chunk, rank, unit)) holder[holders++] = rank;
+            if (holds[rank]) holder[holders++] = rank;
         unit_set_holders(&m->params, unit, pp, holder, holders);
     }
     schedule_free(&s);

@@ -60,20 +60,22 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ __align__(16) float tile_b[K][Columns::TILE];
     const int t = threadIdx.x, ty = t / SIDE, tx = t % SIDE;
     const int64_t row0 = (int64_t)blockIdx.y * Rows::TILE, column0 = (int64_t)blockIdx.x * Columns::TILE;
+    // what is left of C, in one register each
+    const int rows = (int)(m - row0), columns = (int)(n - column0);
     float sum[TM][TN] = {};
     for (int64_t k0 = 0; k0 < s; k0 += K) {
 #pragma unroll
         for (int i = 0; i < TM; i++) {  // lanes run along k, the contiguous dimension of A
             const int k = t % K, row = t / K + i * (THREADS / K);
             const int64_t from = TRANSPOSED_A ? (k0 + k) * m + row0 + row : (row0 + row) * s + k0 + k;
-            tile_a[k][row] = row0 + row < m && k0 + k < s ? a[from] : 0;
+            tile_a[k][row] = row < rows && k0 + k < s ? a[from] : 0;
         }
 #pragma unroll
         for (int i = 0; i < TN; i++) {
             const int k = (t + i * THREADS) / Columns::TILE, column = (t + i * THREADS) % Columns::TILE;
             const int64_t from =
                 TRANSPOSED_B ? (column0 + column) * s + k0 + k : (k0 + k) * n + column0 + column;
-            tile_b[k][column] = k0 + k < s && column0 + column < n ? b[from] : 0;
+            tile_b[k][column] = k0 + k < s && column < columns ? b[from] : 0;
         }
         __syncthreads();
 #pragma unroll
@@ -111,9 +113,9 @@ enum { ONE, FOUR, SIXTEEN, SIXTY_FOUR, VERSIONS };
 static const struct { int tm, tn; } outputs[VERSIONS] = {{1, 1}, {4, 1}, {4, 4}, {8, 8}};
 static const KernelVersion versions[VERSIONS] = {
     {"1 output a thread", THREADS, 32, K *(16 + PAD + 16) * 4},
-    {"4 x 1", THREADS, 48, K *(64 + PAD + 16) * 4},
-    {"4 x 4", THREADS, 79, K *(64 + PAD + 64) * 4},
-    {"8 x 8", THREADS, 128, K *(128 + PAD + 128) * 4},
+    {"4 x 1", THREADS, 40, K *(64 + PAD + 16) * 4},
+    {"4 x 4", THREADS, 80, K *(64 + PAD + 64) * 4},
+    {"8 x 8", THREADS, 126, K *(128 + PAD + 128) * 4},
 };
 
 static void launch(int version, float *c, const float *a, const float *b, int64_t n) {

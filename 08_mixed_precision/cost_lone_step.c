@@ -20,6 +20,7 @@
 #include "five_d.h"
 
 enum { EMBEDDING, BLOCK, HEAD };
+enum { COUNTED_LAYERS = 256 };  // of a stage, at least; more are not counted one by one
 #define BEFORE_ALL_REDUCE 0.4  // of a block is computed before the first all-reduce of a pass, about
 
 // ---- stages ----
@@ -266,8 +267,8 @@ static double walked(const Config *c, const LoneParts *p, const Stages *stages) 
     return last;
 }
 
-// What a rank of a pipeline holds, by the records' closed forms: rank 0.
-static void staged_memory(const Config *c, const LoneParts *p, int layers, LoneMemory *memory) {
+// What rank 0 of a pipeline, which has so many layers, holds by the records' closed forms.
+static LoneMemory first_rank(const Config *c, const LoneParts *p, int64_t layers) {
     Mesh mesh = mesh_standing_for_all(layout_shape(c));
     Trainer *t = trainer_new(c, mesh, five_d_layouts());
     Price price = trainer_price(t);
@@ -277,25 +278,55 @@ static void staged_memory(const Config *c, const LoneParts *p, int layers, LoneM
                         .kept = pipeline_held_bytes(t)};
     if (p->expert_rows > 0) {
         const Pipeline *pipe = trainer_context(t, &pipeline);
-        first.kept += schedule_costs(&pipe->schedule, 0).held_to_b * layers * p->expert_rows;
+        first.kept += schedule_costs(&pipe->schedule, 0).held_to_b * (double)layers * p->expert_rows;
+    }
+    trainer_free(t);
+    mesh_end(&mesh);
+    return first;
+}
+
+// Each of these is a straight line, too, in the layers of a stage: of all stages so many are counted, or two
+// of each.
+static void staged_memory(const Config *c, const LoneParts *p, const Stages *s, LoneMemory *memory) {
+    int64_t counted = COUNTED_LAYERS / s->count > 2 ? COUNTED_LAYERS / s->count : 2;
+    int64_t beyond = c->layers / s->count - counted, chunks = s->count / c->pp;
+    if (beyond < 0) beyond = 0;
+    Config few = *c;
+    few.layers -= beyond * s->count;
+    LoneMemory first = first_rank(&few, p, s->layers - beyond * chunks);
+    if (beyond > 0) {
+        few.layers += s->count;
+        LoneMemory next = first_rank(&few, p, s->layers - (beyond - 1) * chunks);
+        first.weights += (double)beyond * (next.weights - first.weights);
+        first.gradients += (double)beyond * (next.gradients - first.gradients);
+        first.optimizer += (double)beyond * (next.optimizer - first.optimizer);
+        first.kept += (double)beyond * (next.kept - first.kept);
     }
     // With ZeRO-2, or with experts, only a run shows what is in use at once: then the closed form's bytes.
     if (isnan(first.gradients)) first.gradients = memory->gradients;
     if (isnan(first.weights)) first.weights = memory->weights;
     first.peak = first.weights + first.gradients + first.optimizer + first.kept + p->extra;
     *memory = first;
-    trainer_free(t);
-    mesh_end(&mesh);
+}
+
+// Seconds of a stage's dry step of one micro-batch. Beyond the layers that are counted it is a straight line,
+// as in one_stage.
+static double stage_step(const Config *c, int64_t layers) {
+    for (int64_t counted = COUNTED_LAYERS;; counted *= 2) {
+        if (layers <= counted) return dry_step(c, layers, 1, true).step_seconds;
+        StepCost cost = dry_step(c, counted, 1, true), more = dry_step(c, counted + 1, 1, true);
+        if (more.comm.exposed_seconds >= (1 - 1e-6) * cost.comm.exposed_seconds)
+            return cost.step_seconds + (double)(layers - counted) * (more.step_seconds - cost.step_seconds);
+    }
 }
 
 // What a stage's step has besides its micro-batch: data parallelism and the optimizer. A tied model with the
 // same layers has the same number of weights: one table of the vocabulary, not two.
 static double behind_micro_batch(const Config *c, const LoneParts *p, int64_t layers) {
-    StepCost cost = dry_step(c, layers, 1, true);
     double computed = 0;
     for (int i = 0; i < 3; i++)
         computed += (i == BLOCK ? (double)layers : 1) * (p->forward[i] + p->backward[i]);
-    return fmax(cost.step_seconds - computed, 0);
+    return fmax(stage_step(c, layers) - computed, 0);
 }
 
 LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
@@ -308,7 +339,7 @@ LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
         return time;
     }
     double makespan = walked(c, p, &s), behind = behind_micro_batch(c, p, s.layers);
-    staged_memory(c, p, s.layers, memory);
+    staged_memory(c, p, &s, memory);
     time.bubble = makespan - time.computed;
     time.exposed_dp = fmax(behind - time.optimizer, 0);
     time.step = makespan + behind;

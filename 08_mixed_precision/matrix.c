@@ -89,10 +89,12 @@ static bool prove(const Cell *cell, bool verbose) {
     fatal_context("%s", matrix_text(cell));
     bool quiet = report_quiet(!verbose);
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
-    if (mesh.world.rank == 0) {  // the others wait in the next call
+    comm_one_works(true);
+    if (mesh.world.rank == 0) {
         const Baseline *one = baseline_of(&c, mesh);
         report_compare(&run, &one->record, train_proof(&c), one->bound);
     }
+    comm_one_works(false);
     report_quiet(quiet);
     record_free(&run);
     fatal_context(NULL);

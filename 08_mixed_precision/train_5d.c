@@ -44,7 +44,8 @@ static void show_steps(Mesh mesh, const Config *config) {
     Config whole = program_on_one_device(&c, mesh);
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
     whole.follows = &run;
-    if (mesh.world.rank == 0) {  // the others wait in the next step
+    comm_one_works(true);
+    if (mesh.world.rank == 0) {
         Record one = program_record(&whole, mesh_single(), five_d_one_device(), false, false, "one device");
         say("\n%ld step%s of %s        %d rank%-5s one device", c.steps, plural(c.steps),
             c.data ? c.data : "this book", mesh.world.size, plural(mesh.world.size));
@@ -62,6 +63,7 @@ static void show_steps(Mesh mesh, const Config *config) {
         report_quiet(quiet);
         record_free(&one);
     }
+    comm_one_works(false);
     record_free(&run);
 }
 

@@ -135,6 +135,7 @@ void fatal(const char *format, ...) {
 static int sharers = 1;
 
 void host_share(int ranks) { sharers = ranks; }
+int host_sharers(void) { return sharers; }
 
 // Checks at each large request, and whenever small ones add up to as much: memory is written to soon after.
 static void check_host_memory(size_t bytes) {

@@ -63,8 +63,9 @@ void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 // it.
 void *host_alloc(size_t bytes);
 // From now on this process is one of so many that ask for the same memory at the same time: the ranks of
-// this machine.
+// this machine, or 1 while the others wait.
 void host_share(int ranks);
+int host_sharers(void);
 // Bytes that the machine and this process's control groups have left, counting as free the memory that only
 // caches files; INFINITY if not known.
 double host_memory_left(void);

@@ -13,7 +13,7 @@
 #include "tensor/device.h"
 #include "tensor/in_flight.h"
 
-struct Comm comm = {.alone = true, .ranks = 1, .timeout = 300, .check = true};
+struct Comm comm = {.alone = true, .ranks = 1, .here = 1, .timeout = 300, .check = true};
 
 int comm_ranks(void) { return comm.ranks; }
 int comm_rank(void) { return comm.rank; }
@@ -22,6 +22,12 @@ double comm_set_timeout(double seconds) {
     double before = comm.timeout;
     comm.timeout = seconds;
     return before;
+}
+
+void comm_one_works(bool begins) {
+    if (begins) comm.patience = comm_set_timeout(INFINITY);
+    else comm_wait(comm_barrier(comm_world())), comm_set_timeout(comm.patience);
+    host_share(begins ? 1 : comm.here);
 }
 
 bool comm_set_check(bool on) {
@@ -273,6 +279,7 @@ static Place check_identities(int argc, char **argv) {
               r);
     }
     share_cores(here);
+    comm.here = here;
     host_share(here);
     return (Place){comm.rank, comm.ranks, local, here, here == comm.ranks, mine.machine};
 }

@@ -64,6 +64,9 @@ const char *comm_carrier(void);
 bool comm_sums_in_rank_order(void);
 // Seconds after which a wait is taken for a deadlock (--timeout); 300 by default. Returns the old value.
 double comm_set_timeout(double seconds);
+// Called by all ranks before and after a part in which one of them works. The others wait there, at the end,
+// however long it takes; what memory their machine has left is that rank's alone.
+void comm_one_works(bool begins);
 // Whether calls are compared before they start: kind, group, order, root, dtype, operation and sizes. On by
 // default, off with --trust-calls. With the check off, a call sends its data and nothing else, and starts
 // at once: members that make different calls, or in another order, get wrong numbers or wait until
@@ -149,6 +152,12 @@ double comm_sum(double value, Group group);
 double comm_max(double value, Group group);
 // In place: each value becomes its sum over the group; one all-reduce of `count` f64.
 void comm_sum_all(double *values, int count, Group group);
+// Whether all members have called it with the same value; all get the same answer.
+bool comm_same(uint64_t value, Group group);
+// A hash of these bytes, to be compared so (FNV-1a, eight bytes at a time). It goes on from the hash of what
+// comes before them, which at first is HASH_SEED.
+extern const uint64_t HASH_SEED;
+uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
 
 // ---- counts ----
 

@@ -68,9 +68,9 @@ typedef struct GroupMade {
 
 extern struct Comm {
     bool started, alone, finished;  // alone: no transport, as before comm_start
-    int rank, ranks;
-    double timeout;
-    bool check;          // comm_set_check
+    int rank, ranks, here;          // here: ranks of this machine
+    double timeout, patience;       // patience: the timeout before one began to work
+    bool check;                     // comm_set_check
     bool for_all;        // comm_stand_for_all
     Identity *identity;  // of each rank
     Peer *peer;          // each rank
@@ -90,8 +90,6 @@ extern struct Comm {
 
 // ---- comm.c ----
 
-extern const uint64_t HASH_SEED;
-uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
 static inline int world_rank(Group group, int member) {
     return group.member ? group.member[member] : comm.rank;
 }

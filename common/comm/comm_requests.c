@@ -391,3 +391,11 @@ double comm_max(double value, Group group) { return reduce_on_host(&value, 1, RE
 void comm_sum_all(double *values, int count, Group group) {
     reduce_on_host(values, count, REDUCE_SUM, group);
 }
+
+// An f64 holds 53 bits: the greatest and the least of each half.
+bool comm_same(uint64_t value, Group group) {
+    double high = (double)(value >> 32), low = (double)(uint32_t)value;
+    double most[] = {high, low, -high, -low};
+    reduce_on_host(most, 4, REDUCE_MAX, group);
+    return most[0] == -most[2] && most[1] == -most[3];
+}

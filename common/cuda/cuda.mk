@@ -135,7 +135,7 @@ endif
 
 # ---- rules ----
 
-cc_compile = $(if $(V),,@echo '  $(notdir $(firstword $(1)))  $<';) $(1) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+cc_compile = $(if $(V),,@echo '  $(notdir $(firstword $(1)))  $<';) $(1) $(object)
 
 $(KERNELS)/flags-cuda: FORCE
 	$(call hold,$(subst $(CURDIR),.,$(compile_cu)))
@@ -176,7 +176,7 @@ $(BUILD)/both/names: common/tensor/kernels.h common/tensor/device.h
 
 $(both): $(BUILD)/both/%: $(KERNELS)/% $(BUILD)/both/names
 	@mkdir -p $(@D)
-	@objcopy --redefine-syms=$(BUILD)/both/names $< $@
+	@objcopy --redefine-syms=$(BUILD)/both/names $< $(part) && mv $(part) $@
 
 $(of_both): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o $(both) $(cpu_parts) $(archive)
 	@mkdir -p $(@D)

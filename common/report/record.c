@@ -68,14 +68,22 @@ Routing *record_routing_begin(Record *record, const Config *c, int64_t step, int
     return r;
 }
 
+// Until here, of its array, a rank has written only its own tokens' part, and holds no memory for the rest.
 void record_routing(Record *record, Group group) {
+    enum { PIECE = 1 << 20 };
     Routing *r = &record->routing;
     if (!r->logits || group.size == 1) return;
-    Tensor all = tensor_new(MEMORY_COMMUNICATION, F32, SHAPE(r->count));
-    tensor_from_host(all, r->logits);
-    comm_wait(comm_reduce(all, REDUCE_SUM, 0, group));
-    tensor_to_host(r->logits, all);
-    tensor_free(&all);
+    Tensor room = tensor_new(MEMORY_COMMUNICATION, F32, SHAPE(r->count < PIECE ? r->count : PIECE));
+    for (int64_t first = 0; first < r->count; first += PIECE) {
+        Tensor piece = tensor_view(room, 0, SHAPE(r->count - first < PIECE ? r->count - first : PIECE));
+        tensor_from_host(piece, r->logits + first);
+        comm_wait(comm_reduce(piece, REDUCE_SUM, 0, group));
+        if (group.rank == 0) tensor_to_host(r->logits + first, piece);
+    }
+    tensor_free(&room);
+    if (group.rank == 0) return;
+    free(r->logits);
+    r->logits = NULL;
 }
 
 void record_free(Record *record) {

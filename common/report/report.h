@@ -54,7 +54,7 @@ void record_params(Record *record, const Params *params);
 // follows. NULL: nothing; in f64 no tie is near enough for rounding to decide it. Borrowed from the record,
 // which may be NULL.
 Routing *record_routing_begin(Record *record, const Config *config, int64_t step, int64_t samples);
-// Collective: sums the ranks' logits on the first rank of the group, which alone has all of them then.
+// Collective: sums the ranks' logits on the first rank of the group, which alone has any then.
 void record_routing(Record *record, Group group);
 void record_free(Record *record);
 // Copies the record of root, which has trained alone, to all other members; each member frees its own.

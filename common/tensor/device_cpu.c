@@ -10,11 +10,9 @@
 #include "device.h"
 #include "guard.h"
 
-static int sharers = 1;
-
 void backend_start(int local_rank, int ranks_here) {
     (void)local_rank;
-    sharers = ranks_here;
+    (void)ranks_here;
 }
 
 void backend_wait(void) {}
@@ -60,8 +58,8 @@ void backend_to_host(void *to, const void *from, size_t bytes) { memcpy(to, from
 // machine share what is left now, less what they have allocated but not yet written to. Of that this rank
 // knows only its own, and assumes the others' to be the same.
 int64_t backend_room(int64_t held) {
-    double room = host_memory_left() / sharers - fmax(0, (double)held - host_memory_written());
+    double room = host_memory_left() / host_sharers() - fmax(0, (double)held - host_memory_written());
     return room < 0x1p62 ? (int64_t)room : INT64_MAX;
 }
 
-int backend_sharers(void) { return sharers; }
+int backend_sharers(void) { return host_sharers(); }

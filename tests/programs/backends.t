@@ -43,10 +43,12 @@ make -n OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME="$work/nccl" CUDA_ARCH=80 
     BUILD="$work/build" programs \
     >"$out" 2>"$err"
 report $? "a toolkit here and NCCL there fit together"
-link=$(grep -m 1 -e '-o [^ ]*/train[^ ]*.part ' "$out")
+link=$(grep -v -e ' -c ' "$out" | grep -m 1 -e '-o [^ ]*/train[^ ]*.part ')
 grep -q " $work/nccl/lib/libnccl.so.2 " <<<"$link" && grep -q -e "-Wl,-rpath,$work/nccl/lib" <<<"$link" &&
     grep -q -e "-Wl,-rpath,$kit/lib64" <<<"$link"
 report $? "the programs find both when they start"
+! grep -e ' -o ' "$out" | grep -qv -F '.$$.part && mv '
+report $? "no command writes a file that another make may be writing"
 [ "$(grep -c -e '-gencode arch=compute_80,code=sm_80 ' "$out")" -gt 0 ] && ! grep -q 'compute_90' "$out"
 report $? "CUDA_ARCH and CUDA_PTX choose the GPUs"
 make -n OPS=cuda COMM=mpi CUDA_HOME="$kit" CUDA_ARCH="80 90" CUDA_PTX= BUILD="$work/build" programs \

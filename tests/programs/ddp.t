@@ -1,7 +1,8 @@
 #!/bin/bash
 # ddp.t: data parallelism on 3 ranks against one device: tied, unequal labels, clipping, f64 and bf16. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap
-# needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
+# needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync build/00_single_gpu/train
+# needs: build/02_zero/zero3
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/01_data_parallel
@@ -39,16 +40,44 @@ if unshare -m --propagation private true 2>/dev/null; then
     wanted "ranks share memory" && with_180_MB ddp_naive --ranks 24 $wide
     one_line $? -F -- '--ranks 24 does not fit: a rank takes 8.39 MB of memory or more, and 184 MB are left'
     report $? "ranks share memory: 24 are not even started"
-    # Rank 1 finds another text under the same name, as on another host.
-    if wanted "ranks that find other data"; then
-        head -c 100000 "$build/../corpus.txt" >"$work/text" && head -c 99999 "$work/text" >"$work/shorter"
+    # Weights of 75 MB, which rank 0 gathers while the others wait; no rank asks for 45 MB at once before.
+    sharded="--no-check --layers 8 --hidden 384 --heads 2 --kv-heads 2 --ffn 1536 --vocab 256 --seq 8 --steps 1"
+    sharded+=" --micro-batch 1 --sample 1 --eval-every 0 --dtype f32"
+    wanted "ranks share memory, and one may take it alone" && with_180_MB ../02_zero/zero3 --ranks 4 $sharded &&
+        grep -q '^PASS' "$out"
+    report $? "ranks share memory, and one may take it alone: $(cat "$err")"
+    # Rank 1 finds another file or folder under the same name, as on another host.
+    elsewhere() {  # elsewhere THEIRS NAME FLAGS…
         by_mpirun -n 2 unshare -m --propagation private \
             sh -c '[ $OMPI_COMM_WORLD_RANK = 0 ] || mount --bind "$0" "$1" && shift && exec "$@"' \
-            "$work/shorter" "$work/text" "$build/ddp_naive" --data "$work/text" $wide
+            "$1" "$2" "$build/ddp_naive" "${@:3}"
+    }
+    head -c 100000 "$build/../corpus.txt" >"$work/text" && head -c 99999 "$work/text" >"$work/shorter"
+    { cat "$work/shorter" && echo; } >"$work/edited" && touch -r "$work/text" "$work/edited"
+    if wanted "ranks that find other data"; then
+        elsewhere "$work/shorter" "$work/text" --data "$work/text" $wide
         one_line $status -F "text: one rank finds 100000 tokens there, and another 99999: all hosts need"
         report $? "ranks that find other data: $(cat "$err")"
     fi
+    if wanted "ranks that find other data of one length"; then
+        elsewhere "$work/edited" "$work/text" --data "$work/text" $wide
+        one_line $status -F "text: not all ranks find the same 100000 tokens there: all hosts need the same file"
+        report $? "ranks that find other data of one length: $(cat "$err")"
+    fi
+    if wanted "ranks that find other weights"; then
+        for seed in 1 2; do
+            "$build/../00_single_gpu/train" ${wide#--no-check} --seed $seed --save "$work/$seed"
+        done >"$out"
+        # The other one's tensors under this one's header, which also tells of the run.
+        ours=$work/1/step-000001/model.safetensors theirs=$work/2/step-000001/model.safetensors
+        header=$((8 + $(od -An -tu8 -N8 "$ours")))
+        { head -c $header "$ours" && tail -c +$((header + 1)) "$theirs"; } >"$work/mixed"
+        mv "$work/mixed" "$theirs"
+        elsewhere "$work/2" "$work/1" --init "$work/1" --no-check --steps 1 --sample 0 --eval-every 0 --seq 8
+        one_line $status -F "model.safetensors: not all ranks find the same weights there: all hosts need"
+        report $? "ranks that find other weights: $(cat "$err")"
+    fi
 else
-    echo "# not checked: how ranks share memory, other data: no private mounts here"
+    echo "# not checked: how ranks share memory, other data and weights: no private mounts here"
 fi
 finish

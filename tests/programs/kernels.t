@@ -122,4 +122,22 @@ for source in $(grep -l '^int main' 07_kernels/*.cu); do
         ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized|Performance Loss|warning[: ]' "$out"
     report $? "$name: registers are as it says, and none spills"
 done
+# The table of the book's kernels has products that no program runs: transposed, and adding.
+if wanted "coarsening: no product of the book's table spills"; then
+    {
+        printf '#include "%s"\n' tensor/kernels.h cuda/instructions.h 07_kernels/launch.h
+        printf '#define NO_MAIN\nnamespace coarsening {\n#include "07_kernels/coarsening.cu"\n}\n'
+        for size in 4 8; do
+            for flags in {false,true},{false,true},{false,true}; do
+                echo "template __global__ void coarsening::matmul<$size, $size, $flags>(float *, const float *," \
+                    "const float *, int64_t, int64_t, int64_t);"
+            done
+        done
+    } >"$work/products.cu"
+    run "$nvcc" -std=c++17 -O3 -Icommon -I. -I07_kernels -arch=sm_90a -Xptxas -v -cubin \
+        -o "$work/products" "$work/products.cu" &&
+        [ "$(grep -c "Compiling entry function '.*matmul" "$err")" = 16 ] &&
+        ! grep -qE '[1-9][0-9]* bytes (spill|stack)' "$err"
+    report $? "coarsening: no product of the book's table spills"
+fi
 finish

@@ -302,6 +302,12 @@ static void host_sums_run_in_rank_order(void) {
     SAME(comm_max(me == n / 2 ? 5 : -3, world), 5);
     if (!isnan(comm_max(me == n - 1 ? NAN : 7, world))) note("the greatest hides a NaN");
     SAME(comm_sum(3, mesh_single().dp), 3);
+    // two numbers that an f64 cannot tell apart, and two whose lower halves are equal
+    const uint64_t print = 0xfedcba9876543210;
+    const bool odd = me == n - 1 && n > 1;
+    if (!comm_same(print, world)) note("equal numbers are taken for different ones");
+    if (comm_same(print + odd, world) != (n == 1)) note("a last bit that differs is not noticed");
+    if (comm_same(print - ((uint64_t)odd << 40), world) != (n == 1)) note("a high bit is not noticed");
 }
 
 // ---- scenarios of wrong use, for comm.t: each ends the program, or says what it should not ----

@@ -119,6 +119,57 @@ static void the_fullest_stage_counts(void **state) {
     assert_true(lone_memory(&c, &parts).peak >= 1e12);
 }
 
+// Seconds of a step on two stages of so many layers each, with ZeRO-1 over four ranks, and bytes of a rank.
+enum { SECONDS, WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, FIGURES };
+static void two_stages(double *figure, int64_t layers) {
+    Config c = config_default(
+        "hidden=64 heads=2 kv-heads=2 ffn=128 vocab=256 seq=128 dtype=bf16 "
+        "optimizer=adamw micro-batch=1 grad-acc=4");
+    c.layers = 2 * layers, c.pp = 2, c.dp = 4;
+    const struct {
+        const char *name;
+        double value;
+    } setting[] = {{"sp", 0},        {"vocab-parallel", 0},     {"context", 0},
+                   {"zero", 1},      {"schedule", ONE_F_ONE_B}, {"chunks", 1},
+                   {"attention", 1}, {"documents", -1},         {"bucket-mb", 25}};
+    for (size_t i = 0; i < sizeof setting / sizeof *setting; i++)
+        config_set(&c, setting[i].name, setting[i].value);
+    LoneParts parts = lone_parts(&c);
+    LoneMemory memory;
+    figure[SECONDS] = lone_step(&c, &parts, &memory).step;
+    figure[WEIGHTS] = memory.weights, figure[GRADIENTS] = memory.gradients;
+    figure[OPTIMIZER] = memory.optimizer, figure[KEPT] = memory.kept;
+}
+
+// Each layer of a stage takes and holds as much as the one before: those that are counted, and those that are
+// not. To count 50,000 of them would take minutes.
+static void many_layers_continue_what_few_cost(void **state) {
+    (void)state;
+#ifdef __SANITIZE_ADDRESS__
+    const int64_t many = 2000;
+#else
+    const int64_t many = 50000;
+#endif
+    const int64_t stage[] = {256, 257, 300, 600, many};
+    device_dry_run(true);
+    comm_stand_for_all(true);
+    clock_set_machine(machine_find("dgx-h100"));
+    double few[FIGURES], more[FIGURES], figure[FIGURES];
+    two_stages(few, 200);
+    two_stages(more, 250);
+    for (size_t i = 0; i < sizeof stage / sizeof *stage; i++) {
+        two_stages(figure, stage[i]);
+        for (int j = 0; j < FIGURES; j++) {
+            double line = few[j] + (double)(stage[i] - 200) * (more[j] - few[j]) / 50;
+            if (!(fabs(figure[j] - line) <= (j == SECONDS ? 1e-9 : 0) * line))
+                fail_msg("figure %d of %ld layers is %.12g, and should be %.12g", j, stage[i], figure[j],
+                         line);
+        }
+    }
+    comm_stand_for_all(false);
+    device_dry_run(false);
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(models_have_their_parameters),
@@ -127,6 +178,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(shards_add_up),
         cmocka_unit_test(heads_of_k_and_v_are_copied),
         cmocka_unit_test(the_fullest_stage_counts),
+        cmocka_unit_test(many_layers_continue_what_few_cost),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

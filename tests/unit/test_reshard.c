@@ -269,11 +269,29 @@ static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
     free(saved);
 }
 
+// Of a long run they are many: no rank but the first keeps any, and they are sent in pieces.
+static void the_first_rank_gets_the_logits_of_all_routers(void) {
+    enum { COUNT = 2500000, MOST_AT_ONCE = 6 << 20 };  // bytes: a piece, and what carries it
+    Record record = {.routing = {.count = COUNT, .logits = calloc(COUNT, sizeof(float))}};
+    for (int64_t i = me; i < COUNT; i += n) record.routing.logits[i] = (float)(i % 1000);
+    Memory before = memory_account();
+    memory_reset_peak();
+    record_routing(&record, world);
+    int64_t peak = memory_account().peak[MEMORY_COMMUNICATION] - before.now[MEMORY_COMMUNICATION];
+    if (peak > MOST_AT_ONCE) note("%lld bytes are taken to send them", (long long)peak);
+    if (me > 0 && record.routing.logits) note("a rank that runs no baseline keeps the logits of all");
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < COUNT && me == 0; i++) wrong += record.routing.logits[i] != (float)(i % 1000);
+    SAME(wrong, 0);
+    record_free(&record);
+}
+
 static const RankTest tests[] = {
     TEST(any_layout_goes_on_from_any_other),
     TEST(the_same_layout_goes_on_bit_for_bit),
     TEST(a_resumed_run_is_measured_by_a_resumed_one),
     TEST(a_rank_has_no_whole_weight_while_it_saves_and_resumes),
+    TEST(the_first_rank_gets_the_logits_of_all_routers),
 };
 
 int main(int argc, char **argv) {
