@@ -50,10 +50,11 @@ typedef struct Price {
     int kinds;
     // Elements of weights by role, over all blocks of this rank.
     double elements[ROLES];
-    // How many of them this rank stores values, gradients and optimizer state of; and the bytes of units in
-    // use, which come on top for a while.
+    // How many of them this rank stores values, gradients and optimizer state of; and the bytes on top of
+    // these: of units in use, and of what a technique keeps for itself. Each adds its own (+=); NaN: only a
+    // dry run knows.
     double values, gradients, states;  // elements; negative: all
-    double values_at_work, gradients_at_work;
+    double more[MEMORY_KINDS];         // of MEMORY_PARAMETER, MEMORY_GRADIENT and MEMORY_OPTIMIZER
     double blocks;  // how many blocks' activations this rank keeps at once
     PriceKept block[MOST_KEPT], end[MOST_KEPT];
     int block_rows, end_rows;

@@ -233,6 +233,8 @@ typedef enum Socket {  // those above, in order
 const char *socket_name(Socket socket);
 // The sockets that differ between a and b, as bits: 1 << socket.
 unsigned sockets_difference(const Sockets *a, const Sockets *b);
+// Those of which a function is NULL.
+unsigned sockets_incomplete(const Sockets *sockets);
 Sockets sockets_single_device(void);
 
 // ---- the model ----
