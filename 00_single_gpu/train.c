@@ -41,7 +41,6 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
           isnan(t->grad_norm) ? NAN : t->grad_norm,
           bad ? bad->name : "no single weight: the sum over all of them overflows");
-    t->lr = learning_rate(c, t->progress.step);
     double factor = clip_scale(t->grad_norm, c->clip) / grad_scale;
     optimizer_begin(&t->optimizer, params);
     for (int unit = 0; unit < params->units; unit++) {
@@ -158,6 +157,7 @@ void train_step(Trainer *t, Record *record) {
         clock_pop();
     }
     read_loss_and_norm(t, &input, grad_scale);
+    t->lr = learning_rate(c, t->progress.step);
     int64_t steps = t->optimizer.step;
     if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
     if (t->optimizer.step == steps) skip_step(t);
