@@ -33,7 +33,7 @@ sed 's/REDUCE_SUM, unit->replicas));/&\n            op_scale(unit_total_grad(uni
 compiles averages && ! proves averages --ranks 2 &&
     grep -q '^FAIL averages: .* by this factor: usually averaged twice over the 2 ranks of dp' "$out"
 report $? "averaged as well, it fails and says so"
-sed 's/(price, unit->count > 0, /(price, 2, /' "$work/sum_once.c" >"$work/dear.c"
+sed 's/(price, 1, /(price, 2, /' "$work/sum_once.c" >"$work/dear.c"
 compiles dear && ! proves dear --ranks 2 &&
     grep -q '^FAIL dear: all_reduce: calls of rank 0: predicted 30, measured 18,' "$out"
 report $? "at twice the price, too"
