@@ -167,6 +167,7 @@ static void an_optimizer_in_the_step_socket_has_the_bound_that_is_measured(void 
     Config c = small_config(1, adamw), sgd = small_config(1, "optimizer=sgd");
     Trainer *t = trainer_new(&c, mesh_single(), list);
     Record plain = train_record(t, "run");
+    assert_true(t->lr == learning_rate(&c, c.steps - 1));  // shown also of such a step
     Bound bound = train_bound_with(&c, list, false, &plain),
           measured = train_bound_with(&sgd, list, false, &plain);
     assert_true(bound.others == measured.others && bound.gradients == measured.gradients);

@@ -168,7 +168,7 @@ typedef struct Main {
 } Main;
 static void run_main(void *context) {
     const Main *m = context;
-    program_main(1, (char *[]){"program", NULL}, &m->program);
+    program_main(2, (char *[]){"program", "--help", NULL}, &m->program);  // without a refusal, the end
 }
 static void a_program_that_is_not_whole_is_refused_before_it_starts(void **state) {
     (void)state;
