@@ -129,7 +129,7 @@ hold = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 include common/cuda/cuda.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help run test matrix recipes faults threads gpu-check bench bench-collectives readme all objects \
+.PHONY: help run test matrix recipes faults threads gpu-check bench bench-collectives readme all objects flags \
         programs tests fuzzers clean mutants FORCE exercises hint grade hunt hunt-answer course-commands
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -149,6 +149,8 @@ help:
 	@echo 'make threads    programs of many ranks under ThreadSanitizer'
 	@echo 'make bench      the figures of merit of this machine, each beside its target: a table per chapter,'
 	@echo '                5 minutes; make bench-collectives: collectives beside MPI'"'"'s own, 1 kB to 64 MB'
+	@echo 'make flags      what gcc needs to build your own program against $(archive), on one line'
+	@echo '                (00_single_gpu/README.md)'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
 	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those'
 	@echo '                of that name'
@@ -215,6 +217,10 @@ hunt:
 	@BUILD=$(BUILD) tests/course/course hunt $(N)
 hunt-answer:
 	@BUILD=$(BUILD) tests/course/course answer $(N) $(AT)
+# Prints on one line what the compiler needs to build a file outside this tree against the archive.
+flags:
+	@echo '$(strip -I$(CURDIR)/common -I$(CURDIR) $(filter-out -Icommon -I.,$(ALL_CFLAGS)) $(abspath $(archive)) \
+	    $(LDFLAGS) $(LDLIBS))'
 # Prints how the file of an exercise is compiled and linked.
 course-commands:
 	@echo 'compile $(CC) $(ALL_CFLAGS)'

@@ -43,6 +43,7 @@ static void gradient_errors(double *e, const Record *baseline, const Record *ref
 // error (count) += what AdamW's last step of this weight makes of gradients that are off by e.
 static void add_step(double *error, const Trainer *t, const Param *param, double e) {
     const Optimizer *o = &t->optimizer;
+    if (o->step == 0) return;  // no step of AdamW's: a plug of the step socket makes its own
     Tensor second = param_own_part(&t->model->params, param, o->unit[param->unit].v, NULL);
     int64_t columns = param->dims == 2 ? param->full[1] : param->full[0];
     double *v = host_alloc((size_t)param->count * sizeof *v), unbiased = 1 - pow(o->beta2, (double)o->step);

@@ -25,6 +25,18 @@ static unsigned axes_of(const Program *program) {
     return axes;
 }
 
+// What its author has left out.
+static void check_program(const Program *p) {
+    CHECK(p->techniques && p->purpose && (p->claim || p->trains) && p->natural >= 1,
+          "a Program has a purpose, a claim, a list of techniques and at least 1 natural rank");
+    for (int i = 0; p->techniques[i]; i++)
+        CHECK(p->techniques[i]->name, "technique %d of this program has no name", i);
+    CHECK(p->natural == 1 || axes_of(p),
+          "this program's natural number of ranks is %d, and none of its techniques has an axis over which "
+          "they share work (Technique.axes)",
+          p->natural);
+}
+
 static Option heading(const char *text) {
     return (Option){text, OPTION_HEADING, NULL, NULL, 0, 0, "", "", false};
 }
@@ -65,6 +77,11 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
             CHECK(known < MOST_OPTIONS - 8, "a program has more than %d options", MOST_OPTIONS - 8);
             if (known == count) own[count++] = *option;
         }
+    for (int i = 1; i < count; i++)
+        CHECK(!own[i].target,
+              "option table: --%s of a technique or a Program has a target, and is to have none: its value "
+              "is a setting (config_number)",
+              own[i].name);
     own[count++] = (Option){
         "dry-run", OPTION_FLAG,
         dry_run,   NULL,
@@ -259,6 +276,7 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
 
 int program_main(int argc, char **argv, const Program *own_program) {
     base_start(argc, argv);
+    check_program(own_program);
     const Technique *lists[4][MOST_LISTED];
     Program whole = *own_program;
     const Program *program = &whole;

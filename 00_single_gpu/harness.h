@@ -20,7 +20,7 @@ typedef struct Program {
     int natural;                  // ranks by default
     // For the run on one device with which all is compared; NULL: the techniques that any one device has.
     Techniques baseline;
-    Techniques techniques;  // in plug order; ends with NULL. The last one is what the program is about.
+    Techniques techniques;  // in plug order (five_d_layouts.c lists all in it); ends with NULL
     const Option *option;   // options that choose among them, without targets
     int options;
     // Other techniques on the same ranks that must give this program's bits. May be NULL.

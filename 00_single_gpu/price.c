@@ -92,13 +92,14 @@ double price_states(const Price *p, const Model *m, MemoryKind kind) {
                          : 0;
     switch (kind) {
         case MEMORY_PARAMETER:
-            return weight * elements_here(p, p->values) + p->values_at_work;
+            return weight * elements_here(p, p->values) + p->more[kind];
         case MEMORY_GRADIENT:
             // Where each rank keeps only the sums of its own part, whole gradients exist only in use.
-            if (p->gradients >= 0) return sum * p->gradients + p->gradients_at_work;
-            return (gradient + (recipe_has_accumulators(r) ? sum : 0)) * elements_here(p, -1);
+            if (p->gradients >= 0) return sum * p->gradients + p->more[kind];
+            return (gradient + (recipe_has_accumulators(r) ? sum : 0)) * elements_here(p, -1) +
+                   p->more[kind];
         case MEMORY_OPTIMIZER:
-            return (master + moments) * elements_here(p, p->states);
+            return (master + moments) * elements_here(p, p->states) + p->more[kind];
         default:
             fatal("the price of a run knows no states in memory of %s", memory_kind_name(kind));
     }

@@ -237,6 +237,17 @@ static const struct {
 
 const char *socket_name(Socket socket) { return places[socket].name; }
 
+// A socket is its context, and then functions.
+unsigned sockets_incomplete(const Sockets *sockets) {
+    static void (*const none)(void);
+    unsigned incomplete = 0;
+    for (int i = 0; i < SOCKETS; i++)
+        for (size_t at = sizeof(void *); at < places[i].size; at += sizeof none)
+            if (!memcmp((const char *)sockets + places[i].offset + at, &none, sizeof none))
+                incomplete |= 1u << i;
+    return incomplete;
+}
+
 unsigned sockets_difference(const Sockets *a, const Sockets *b) {
     unsigned difference = 0;
     for (int i = 0; i < SOCKETS; i++)

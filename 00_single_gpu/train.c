@@ -42,7 +42,6 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
           isnan(t->grad_norm) ? NAN : t->grad_norm,
           bad ? bad->name : "no single weight: the sum over all of them overflows");
-    t->lr = learning_rate(c, t->progress.step);
     double factor = clip_scale(t->grad_norm, c->clip) / grad_scale;
     optimizer_begin(&t->optimizer, params);
     for (int unit = 0; unit < params->units; unit++) {
@@ -159,6 +158,7 @@ void train_step(Trainer *t, Record *record) {
         clock_pop();
     }
     read_loss_and_norm(t, &input, grad_scale);
+    t->lr = learning_rate(c, t->progress.step);
     bool accepted = sockets->step.accept(sockets->step.context, t->model, t->grad_norm);
     if (accepted) optimizer_steps(t, grad_scale);
     else skip_step(t);
@@ -204,7 +204,11 @@ static void plug(Trainer *t, const Technique *technique, const Technique *taken[
     Sockets before = t->model->sockets;
     if (technique->plug) t->context[t->techniques] = technique->plug(t->model);
     unsigned changed = sockets_difference(&before, &t->model->sockets);
+    unsigned incomplete = sockets_incomplete(&t->model->sockets);
     for (Socket i = 0; i < SOCKETS; i++) {
+        CHECK(!(incomplete & 1u << i),
+              "%s leaves a function of the socket %s empty: a plug sets only the functions that it replaces",
+              technique->name, socket_name(i));
         if (!(changed & 1u << i)) continue;
         CHECK(!taken[i] || (technique->wraps & 1u << i), "%s would take the place of %s in the socket %s",
               technique->name, taken[i]->name, socket_name(i));

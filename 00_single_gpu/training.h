@@ -50,10 +50,11 @@ typedef struct Price {
     int kinds;
     // Elements of weights by role, over all blocks of this rank.
     double elements[ROLES];
-    // How many of them this rank stores values, gradients and optimizer state of; and the bytes of units in
-    // use, which come on top for a while.
+    // How many of them this rank stores values, gradients and optimizer state of; and the bytes on top of
+    // these: of units in use, and of what a technique keeps for itself. Each adds its own (+=); NaN: only a
+    // dry run knows.
     double values, gradients, states;  // elements; negative: all
-    double values_at_work, gradients_at_work;
+    double more[MEMORY_KINDS];         // of MEMORY_PARAMETER, MEMORY_GRADIENT and MEMORY_OPTIMIZER
     double blocks;  // how many blocks' activations this rank keeps at once
     PriceKept block[MOST_KEPT], end[MOST_KEPT];
     int block_rows, end_rows;
@@ -61,22 +62,33 @@ typedef struct Price {
 
 // ---- a technique is one record, a layout is a list of records in plug order ----
 
+// layout_check calls `check` when the degrees of the mesh are known and no model exists. All below it are
+// called for each trainer: trainer_new calls `recipe` in plug order, `shard` from the last technique to the
+// first, allocates the table, and calls `plug` in plug order; `price` and, in trainer_free, `unplug` are
+// called from the last to the first. A proof makes several trainers in turn, some of them in a dry run, and
+// the run on one device on rank 0 alone. So what a run remembers is what `plug` returns, never a static, and
+// a technique communicates over groups of Model.mesh and of its units, never over comm_world().
+// Of its state a checkpoint holds only Params.kept: a technique with other state that outlives a step
+// refuses --save and --resume in its `check`.
 typedef struct Technique {
     const char *name;
-    const Option *option;  // its own, without targets: they become settings of the Config
+    const Option *option;  // its own, without targets: they become settings of the Config (config_number)
     int options;
     const char *asked;  // flags that turn it on ("--zero 1"), or the flag of an axis ("--pp", whose degree a
                         // message then chooses), for messages about its options; NULL: it is on
-    unsigned axes;      // axes of the mesh over which it shares work, 1 << AXIS_…
+    unsigned axes;      // axes of the mesh over which it shares work, 1 << AXIS_…; 0: one device's
     unsigned brings;    // groups of shared options, CONFIG_…, that programs with it have
-    unsigned wraps;     // sockets, 1 << SOCKET_…, in which it replaces an earlier plug and calls it
+    unsigned wraps;     // sockets, 1 << SOCKET_…, in which it replaces an earlier plug and calls it, from
+                        // the Sockets that its own plug has found
     // Each may be NULL.
     bool (*enabled)(const Config *config);  // whether these flags turn it on; NULL: it is always on
     void (*check)(const Config *config);    // fatal, naming the flags, if it is impossible with them
     void (*recipe)(Recipe *recipe, const Config *config);  // changes dtypes of roles, and codecs
     void (*shard)(Model *model);                           // sets what of each weight stays on this rank
-    void *(*plug)(Model *model);                           // fills sockets; returns what unplug frees
-    void (*resumed)(Model *model, void *context);          // a checkpoint has filled Params.kept
+    // Fills sockets: sets the functions that it replaces, and their `context`, and leaves the rest. Returns
+    // the context of the following, which unplug frees.
+    void *(*plug)(Model *model);
+    void (*resumed)(Model *model, void *context);  // a checkpoint has filled Params.kept
     void (*unplug)(Model *model, void *context);
     void (*price)(Price *price, const Model *model, const void *context);
 } Technique;

@@ -100,9 +100,10 @@ typedef struct StepInput {
 
 // ---- the sockets: where a parallelism plugs in ----
 
-// An empty socket has the single-device behaviour; a technique's plug fills some and leaves the rest. B
-// adds to no weight's gradient: it keeps what it computes for W. So only W calls the gradients socket, and
-// the Bs and Ws of several micro-batches may run in any legal order.
+// An empty socket has the single-device behaviour (sockets.c); a technique's plug fills some and leaves the
+// rest. A socket's functions are passed its `context`, and none is ever NULL. B adds to no weight's gradient:
+// it keeps what it computes for W. So only W calls the gradients socket, and the Bs and Ws of several
+// micro-batches may run in any legal order.
 typedef struct Model Model;
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
@@ -115,8 +116,9 @@ typedef struct Sockets {
     } tokens;
     // acquire: before a unit's weights are used in a pass; release: after their last use in it (BACKWARD is
     // B: W uses no weights). stepped: the optimizer has stepped this rank's part of a unit; units come in
-    // order. complete: before anything but a pass reads weights, which may be in flight from other ranks,
-    // and after an evaluation.
+    // order, also in a step that is skipped. What a plug changes here in weights that have masters
+    // (recipe.h) is lost in the next step. complete: before anything but a pass reads weights, which may be
+    // in flight from other ranks, and after an evaluation.
     struct {
         void *context;
         void (*acquire)(void *context, Model *model, int unit, Pass pass);
@@ -128,7 +130,8 @@ typedef struct Sockets {
     // two Ws. ready: the unit's gradient is final for this micro-batch. On one device it adds 16-bit
     // gradients to their f32 sums: a plug that fills `ready` calls params_accumulate itself, or takes over
     // the gradient. micro_batch_ready: the gradients of all units are final. `last`: this is the step's
-    // last micro-batch. finish: on return all reductions have finished.
+    // last micro-batch. finish: on return all reductions have finished; what it leaves is recorded for the
+    // proof, clipped and stepped.
     struct {
         void *context;
         void (*begin)(void *context, Model *model, int unit);
@@ -217,7 +220,11 @@ typedef struct Sockets {
     } schedule;
     // Whether the optimizer may step on gradients of this norm; the same answer on every rank. It may
     // change Model.grad_scale for later steps, and a plug that does so also decides what an infinite norm
-    // means.
+    // means. An optimizer of a technique's own steps here, and answers false: each unit's own_values, by
+    // own_grads times clip_scale(norm, config.clip) / grad_scale. The trainer then calls
+    // parameters.stepped for every unit, as always. Weights in 16 bits have masters, which only the
+    // trainer's optimizer reaches: such a technique refuses them, and runs beside --optimizer sgd, which
+    // keeps no state in f64 and f32.
     struct {
         void *context;
         bool (*accept)(void *context, Model *model, double grad_norm);
@@ -233,6 +240,8 @@ typedef enum Socket {  // those above, in order
 const char *socket_name(Socket socket);
 // The sockets that differ between a and b, as bits: 1 << socket.
 unsigned sockets_difference(const Sockets *a, const Sockets *b);
+// Those of which a function is NULL.
+unsigned sockets_incomplete(const Sockets *sockets);
 Sockets sockets_single_device(void);
 
 // ---- the model ----

@@ -112,7 +112,7 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     if (stage >= 2) price->gradients = own;
     // Which units are in use at once on one of several pipeline stages, only a dry run knows.
     if (stage >= 2)
-        price->gradients_at_work = all_here && m->mesh.pp.size == 1 ? gradients_at_work(m) : NAN;
+        price->more[MEMORY_GRADIENT] += all_here && m->mesh.pp.size == 1 ? gradients_at_work(m) : NAN;
     if (stage == 3) price->values = own;
-    if (stage == 3) price->values_at_work = weights_at_work(m, zero->prefetch);
+    if (stage == 3) price->more[MEMORY_PARAMETER] += weights_at_work(m, zero->prefetch);
 }

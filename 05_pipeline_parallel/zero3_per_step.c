@@ -219,8 +219,8 @@ static void price(Price *price, const Model *m, const void *context) {
         price_reduce_scatter(price, 1, u->count, u->own_count, m->params.recipe.sum, u->replicas);
     }
     price->values = price->gradients = price->states = own;
-    price->values_at_work = (double)dtype_size(m->params.recipe.weight) * whole;
-    price->gradients_at_work = gradients_at_work(m);
+    price->more[MEMORY_PARAMETER] += (double)dtype_size(m->params.recipe.weight) * whole;
+    price->more[MEMORY_GRADIENT] += gradients_at_work(m);
 }
 
 static bool enabled(const Config *config) { return zero_on(config, 3); }

@@ -314,8 +314,8 @@ static void price(Price *p, const Model *m, const void *context) {
     p->peak_counted = true;
     p->peak_by_data |= !all;  // expert_tables.c has it from the ledger
     // A dry run knows which units are in memory together.
-    if (p->gradients >= 0) p->gradients_at_work = NAN;
-    if (p->values >= 0) p->values_at_work = NAN;
+    if (p->gradients >= 0) p->more[MEMORY_GRADIENT] += NAN;
+    if (p->values >= 0) p->more[MEMORY_PARAMETER] += NAN;
 }
 
 static const Option capacity = {"capacity",

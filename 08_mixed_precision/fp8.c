@@ -172,7 +172,7 @@ static void price(Price *price, const Model *m, const void *context) {
     const Fp8 *f = context;
     if (!f) return;
     fp8_linear_price(price, m, f->linear);
-    price->values_at_work += state_bytes(m, f);
+    price->more[MEMORY_PARAMETER] += state_bytes(m, f);
     price->peak_by_data |= m->config.experts > 0;  // an expert's codes are as many as its rows
 }
 

@@ -323,7 +323,7 @@ double fp8_linear_bytes(const Model *m, const Fp8Linear *f) {
 
 // Messages that the scales take in a step.
 void fp8_linear_price(Price *price, const Model *m, const Fp8Linear *f) {
-    price->values_at_work += fp8_linear_bytes(m, f);
+    price->more[MEMORY_PARAMETER] += fp8_linear_bytes(m, f);
     if (is_delayed(f)) price_all_reduce(price, 1, f->slots, F32, m->mesh.world);
     if (is_delayed(f) || f->tile.columns) return;
     enum { INPUTS = 4, WEIGHTS = 7 };  // of a block: of q k v, o, gate and up, down

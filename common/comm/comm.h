@@ -91,7 +91,8 @@ Group comm_world(void);
 // ---- requests ----
 
 typedef struct Request Request;
-// Waits until the request is done, and frees it. A request that nobody waited for is fatal in comm_finish.
+// Waits until the request is done, and frees it. Each is waited for once: NULL is fatal, and so is a request
+// that nobody waited for, in comm_finish.
 void comm_wait(Request *request);
 // Waits for those that are not NULL, in order, and sets them to NULL.
 void comm_wait_all(Request **requests, int count);

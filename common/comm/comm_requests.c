@@ -86,7 +86,16 @@ static void end(Request *r) {
     request_release(r);
 }
 
+// Looks only at addresses: what has been waited for is freed.
+static bool is_in_flight(const Request *r) {
+    const Request *live = comm.live;
+    while (live && live != r) live = live->live_after;
+    return live != NULL;
+}
+
 void comm_wait(Request *r) {
+    CHECK(is_in_flight(r),
+          "comm_wait: this is no request in flight: it is NULL, or was waited for before");
     void (*then)(void *) = r->then;
     void *context = r->then_context;
     request_await(r);
@@ -175,6 +184,10 @@ static void hold(Request *r, Tensor out, Tensor in, bool writes) {
     r->call.in_bytes = tensor_exists(in) ? tensor_bytes(in) : 0;
 }
 
+static void must_exist(const Request *r, Tensor t, const char *name) {
+    CHECK(tensor_exists(t), "%s: %s is no tensor", kind_names[r->call.kind], name);
+}
+
 static Request *start(Request *r) {
     Collective *c = &r->call;
     double began = wall_seconds();
@@ -204,6 +217,7 @@ static const int64_t *copy_pieces(Request *r, int64_t total, int n) {
 
 static Request *start_reduction(CollectiveKind kind, Tensor t, ReduceOp op, int root, Group group) {
     Request *r = request_new(kind, group, root, t.dtype);
+    must_exist(r, t, "t");
     r->call.op = op;
     r->total = tensor_count(t);
     r->call.in_counts = copy_pieces(r, r->total, group.size);
@@ -223,6 +237,7 @@ static void check_parts(const Request *r, const int64_t *counts, Tensor whole, T
                         const char *whole_name, const char *part_name) {
     const Collective *c = &r->call;
     const char *name = kind_names[c->kind];
+    must_exist(r, part, part_name);
     for (int i = 0; i < c->group.size; i++)
         CHECK(counts[i] >= 0, "%s: part %d has %lld elements", name, i, (long long)counts[i]);
     CHECK(!tensor_exists(whole) || tensor_count(whole) == r->total,
@@ -250,6 +265,7 @@ static Request *start_parts(CollectiveKind kind, Tensor out, Tensor in, const in
     r->call.op = op;
     r->parts = counts ? hash_bytes(HASH_SEED, counts, sizeof *counts * (size_t)n) : 0;
     r->total = sum_of(parts, n);
+    if (!rooted) must_exist(r, *whole, gathers ? "out" : "in");
     CHECK(!rooted || group.rank != root || tensor_exists(*whole), "%s: the root has no tensor to %s",
           kind_names[kind], gathers ? "gather in" : "scatter");
     check_parts(r, parts, *whole, part, gathers ? "out" : "in", gathers ? "in" : "out");
@@ -275,6 +291,7 @@ Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Gr
 
 Request *comm_broadcast(Tensor t, int root, Group group) {
     Request *r = request_new(BROADCAST, group, root, t.dtype);
+    must_exist(r, t, "t");
     r->total = tensor_count(t);
     r->call.in_counts = copy_counts(r, NULL, 1, r->total);
     hold(r, t, t, group.rank != root);
@@ -285,6 +302,8 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
                          Group group) {
     Request *r = request_new(ALL_TO_ALL, group, 0, in.dtype);
     int n = group.size, me = group.rank;
+    must_exist(r, in, "in");
+    must_exist(r, out, "out");
     CHECK(in_counts || tensor_count(in) % n == 0,
           "all_to_all: in has %lld elements, which %d parts do not divide", (long long)tensor_count(in), n);
     CHECK(out_counts || tensor_count(out) % n == 0,
@@ -325,6 +344,7 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
         const Transfer *t = &transfers[i];
         CHECK(t->peer >= 0 && t->peer < group.size, "transfers: there is no peer %d in group %s of %d",
               t->peer, group.name ? group.name : "?", group.size);
+        CHECK(tensor_exists(t->t), "transfers: number %d of the batch has no tensor", i);
         for (int j = 0; j < i; j++)
             CHECK((t->send && transfers[j].send) || !tensor_overlaps(t->t, transfers[j].t),
                   "transfers: %d and %d of the batch overlap, and one of them receives", j, i);

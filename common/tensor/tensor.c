@@ -162,7 +162,7 @@ void tensor_free(Tensor *t) {
 
 Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape) {
     int64_t count = shape_count(dims, shape);
-    CHECK(first >= 0 && first <= tensor_count(t) && count <= tensor_count(t) - first,
+    CHECK(tensor_exists(t) && first >= 0 && first <= tensor_count(t) && count <= tensor_count(t) - first,
           "a view of %lld elements from element %lld does not lie within %s", (long long)count,
           (long long)first, tensor_text(t));
     Tensor view = {.storage = t.storage, .offset = t.offset + first, .dtype = t.dtype, .dims = dims};
@@ -218,11 +218,13 @@ void *tensor_address(Tensor t) {
 }
 
 void tensor_from_host(Tensor t, const void *host) {
+    CHECK(tensor_exists(t), "tensor_from_host: there is no tensor to write");
     in_flight_check("tensor_from_host", t, true, NO_LINE);
     device_from_host(tensor_address(t), host, tensor_bytes(t));
 }
 
 void tensor_to_host(void *host, Tensor t) {
+    CHECK(tensor_exists(t), "tensor_to_host: there is no tensor to read");
     in_flight_check("tensor_to_host", t, false, NO_LINE);
     device_to_host(host, tensor_address(t), tensor_bytes(t));
 }

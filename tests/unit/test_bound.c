@@ -148,6 +148,33 @@ static void sgd_has_the_bound_that_is_measured(void **state) {
     record_free(&reference);
 }
 
+// A technique that steps the weights itself leaves AdamW without state.
+static bool steps_itself(void *context, Model *model, double norm) {
+    (void)context, (void)norm;
+    for (int i = 0; i < model->params.units; i++)
+        op_accumulate(model->params.unit[i].own_values, model->params.unit[i].own_grads);
+    return false;
+}
+static void *plug_itself(Model *model) {
+    model->sockets.step.accept = steps_itself;
+    return NULL;
+}
+static const Technique itself = {.name = "itself", .plug = plug_itself};
+
+static void an_optimizer_in_the_step_socket_has_the_bound_that_is_measured(void **state) {
+    (void)state;
+    static const Technique *const list[] = {&itself, NULL};
+    Config c = small_config(1, adamw), sgd = small_config(1, "optimizer=sgd");
+    Trainer *t = trainer_new(&c, mesh_single(), list);
+    Record plain = train_record(t, "run");
+    assert_true(t->lr == learning_rate(&c, c.steps - 1));  // shown also of such a step
+    Bound bound = train_bound_with(&c, list, false, &plain),
+          measured = train_bound_with(&sgd, list, false, &plain);
+    assert_true(bound.others == measured.others && bound.gradients == measured.gradients);
+    trainer_free(t);
+    record_free(&plain);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
@@ -156,6 +183,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_wrong_step_is_beyond_the_bound),
         cmocka_unit_test(gradients_keep_their_own_bound),
         cmocka_unit_test(sgd_has_the_bound_that_is_measured),
+        cmocka_unit_test(an_optimizer_in_the_step_socket_has_the_bound_that_is_measured),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

@@ -408,6 +408,15 @@ static void scenario(const char *name) {
     if (IS("fatal-all")) fatal("something broke");
     if (IS("root-9")) comm_wait(comm_broadcast(t, 9, world));
     if (IS("in-is-out")) comm_wait(comm_all_to_all(wide, NULL, wide, NULL, world));
+    if (IS("no-tensor")) comm_wait(comm_all_reduce((Tensor){0}, REDUCE_SUM, world));
+    if (IS("no-part")) comm_wait(comm_all_gather(wide, (Tensor){0}, NULL, world));
+    if (IS("no-message")) comm_wait(comm_receive((Tensor){0}, me ^ 1, world));
+    if (IS("no-request")) comm_wait(NULL);
+    if (IS("waited-twice")) {
+        Request *request = comm_all_reduce(t, REDUCE_SUM, world);
+        comm_wait(request);
+        comm_wait(request);
+    }
     if (IS("part-of-another")) {
         Tensor not_mine = tensor_view(wide, 1024 * ((me + 1) % n), SHAPE(1024));
         comm_wait(comm_all_gather(wide, not_mine, NULL, world));

@@ -172,6 +172,9 @@ static void dtypes_differ(void) {
 }
 static void dtype_is_no_number(void) { op_scale(new_tensor(E4M3, 3, 4), 2); }
 static void no_tensor(void) { op_add(new_tensor(F32, 3, 4), (Tensor){0}, new_tensor(F32, 3, 4)); }
+static void reads_no_tensor(void) { tensor_to_doubles(NULL, (Tensor){0}); }
+static void writes_no_tensor(void) { tensor_from_host((Tensor){0}, NULL); }
+static void view_of_no_tensor(void) { tensor_view((Tensor){0}, 0, SHAPE(1)); }
 static void rstd_is_narrow(void) {
     op_rmsnorm_forward(new_tensor(BF16, 3, 4), new_tensor(BF16, 3, 1), new_tensor(BF16, 3, 4),
                        new_tensor(BF16, 1, 4), 1e-5);
@@ -271,6 +274,10 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(dtype_is_no_number,
                    "scale: y is (3, 4) e4m3; operations compute with f64, f32, bf16 and f16");
     assert_refused(no_tensor, "add: a is no tensor where 12 elements of f32 fit the others");
+    assert_refused(reads_no_tensor, "tensor_to_host: there is no tensor to read");
+    assert_refused(writes_no_tensor, "tensor_from_host: there is no tensor to write");
+    assert_refused(view_of_no_tensor,
+                   "a view of 1 elements from element 0 does not lie within no tensor");
     assert_refused(rstd_is_narrow,
                    "rmsnorm_forward: rstd is (3, 1) bf16 where 3 elements of f32 fit the others");
     assert_refused(heads_do_not_divide, "attention_forward: 1 samples of 5 tokens, 3 query heads on 2");

@@ -47,6 +47,13 @@ static const Technique wraps = {
     .name = "wraps", .plug = plug_step_with_context, .wraps = 1u << SOCKET_STEP};
 static const Technique wraps_another = {
     .name = "wraps another", .plug = plug_step_with_context, .wraps = 1u << SOCKET_GRADIENTS};
+// One that sets a whole socket, and so empties what it does not name.
+static void *plug_a_whole_socket(Model *model) {
+    memset(&model->sockets.activations, 0, sizeof model->sockets.activations);
+    model->sockets.activations.after_forward = sockets_single_device().activations.after_forward;
+    return NULL;
+}
+static const Technique empties = {.name = "empties", .plug = plug_a_whole_socket};
 
 static void a_plug_in_anothers_place_is_fatal_and_names_both(void **state) {
     (void)state;
@@ -77,6 +84,7 @@ static void a_plug_in_anothers_place_is_fatal_and_names_both(void **state) {
          false,
          false,
          "wraps another would take the place of skips in the socket step"},
+        {{&empties}, false, false, "empties leaves a function of the socket activations empty"},
         {{&skips, &wraps}, false, false, NULL},
         {{&ddp_naive, &skips}, false, false, NULL},
         {{&sequence_parallel, &vocab_parallel, &async_tensor_parallel}, true, false, NULL},
@@ -102,6 +110,84 @@ static void a_technique_that_is_off_takes_no_place(void **state) {
         trainer_free(t);
         device_dry_run(false);
     }
+}
+
+// ---- what a technique keeps for itself ----
+
+// Its own state, of each kind that a price knows: this many bytes.
+enum { OWN_BYTES = 1000 };
+static const MemoryKind own_kind[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_OPTIMIZER};
+static Tensor own_state[3];
+static void *plug_state(Model *model) {
+    (void)model;
+    for (int i = 0; i < 3; i++) own_state[i] = tensor_new(own_kind[i], E4M3, SHAPE((i + 1) * OWN_BYTES));
+    return NULL;
+}
+static void unplug_state(Model *model, void *context) {
+    (void)model, (void)context;
+    for (int i = 0; i < 3; i++) tensor_free(&own_state[i]);
+}
+static void price_state(Price *price, const Model *model, const void *context) {
+    (void)model, (void)context;
+    for (int i = 0; i < 3; i++) price->more[own_kind[i]] += (i + 1) * OWN_BYTES;
+}
+static const Technique remembers = {
+    .name = "remembers", .plug = plug_state, .unplug = unplug_state, .price = price_state};
+
+// Whichever of them is priced first, and whatever the other shards.
+static void a_technique_has_state_of_its_own_beside_any_other(void **state) {
+    (void)state;
+    static const Technique *const lists[][3] = {
+        {&remembers, NULL}, {&remembers, &zero1, NULL}, {&zero2, &remembers, NULL}, {&zero3, &remembers, NULL}};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+        Config c = config_default("layers=2 hidden=16 heads=2 kv-heads=1 ffn=20 seq=4 steps=2 dtype=bf16");
+        config_set(&c, "zero", i == 0 ? 0 : (double)i);
+        device_dry_run(true);
+        Trainer *t = trainer_new(&c, mesh_single(), lists[i]);
+        memory_reset_peak();
+        for (int step = 0; step < 2; step++) train_step(t, NULL);
+        Memory memory = memory_account();
+        Price price = trainer_price(t);
+        for (int kind = 0; kind < 3; kind++)
+            assert_true(price_states(&price, t->model, own_kind[kind]) ==
+                        (double)memory.peak[own_kind[kind]]);
+        trainer_free(t);
+        device_dry_run(false);
+    }
+}
+
+// ---- what a program must say about itself ----
+
+static int64_t target;
+static const Option with_target = {"own", OPTION_INT, &target, "0", 0, 9, "", "", false};
+static const Technique nameless = {.axes = 1u << AXIS_DP}, alone = {.name = "alone"},
+                       targeted = {.name = "targeted", .option = &with_target, .options = 1};
+typedef struct Main {
+    Program program;
+    const char *sentence;
+} Main;
+static void run_main(void *context) {
+    const Main *m = context;
+    program_main(2, (char *[]){"program", "--help", NULL}, &m->program);  // without a refusal, the end
+}
+static void a_program_that_is_not_whole_is_refused_before_it_starts(void **state) {
+    (void)state;
+#define LIST(...) .techniques = (const Technique *[]){__VA_ARGS__, NULL}
+    const Main mains[] = {
+        {{.purpose = "p", .claim = "c", .natural = 1}, "a Program has a purpose, a claim"},
+        {{.claim = "c", .natural = 1, LIST(&alone)}, "a Program has a purpose, a claim"},
+        {{.purpose = "p", .natural = 1, LIST(&alone)}, "a Program has a purpose, a claim"},
+        {{.purpose = "p", .claim = "c", LIST(&alone)}, "and at least 1 natural rank"},
+        {{.purpose = "p", .claim = "c", .natural = 2, LIST(&ddp_naive, &nameless)},
+         "technique 1 of this program has no name"},
+        {{.purpose = "p", .claim = "c", .natural = 2, LIST(&alone)},
+         "this program's natural number of ranks is 2, and none of its techniques has an axis over which"},
+        {{.purpose = "p", .claim = "c", .natural = 1, LIST(&targeted)},
+         "option table: --own of a technique or a Program has a target, and is to have none"},
+    };
+#undef LIST
+    for (size_t i = 0; i < sizeof mains / sizeof *mains; i++)
+        expect_fatal(run_main, &mains[i], mains[i].sentence);
 }
 
 // ---- what the flags must be ----
@@ -146,6 +232,8 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_plug_in_anothers_place_is_fatal_and_names_both),
         cmocka_unit_test(a_technique_that_is_off_takes_no_place),
+        cmocka_unit_test(a_technique_has_state_of_its_own_beside_any_other),
+        cmocka_unit_test(a_program_that_is_not_whole_is_refused_before_it_starts),
         cmocka_unit_test(demands_name_the_flags_and_what_would_fit),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
