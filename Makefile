@@ -165,7 +165,8 @@ help:
 	@echo 'OPS=cuda COMM=nccl    for GPUs; with COMM=mpi what ranks send goes through the host'
 	@echo 'OPS=cuda-on-cpu       the CUDA kernels on the CPU, for tests'
 	@echo 'CUDA_HOME NCCL_HOME CUBLAS_HOME    folders with include/ and lib/ where they are not found'
-	@echo 'CUDA_ARCH="80 90a"    kinds of GPUs; CUDA_PTX=90: for later ones, compiled when a program starts'
+	@echo 'CUDA_ARCH="80 90a"    kinds of GPUs, by default those of this machine; CUDA_PTX=90: for later ones,'
+	@echo '                compiled when a program starts'
 
 run:
 	@common/install.sh run

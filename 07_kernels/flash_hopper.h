@@ -50,7 +50,9 @@ template <int STEP, class State>
 __device__ static inline void find_tile(TokenWalk *w, int end, State state) {
     for (; !w->seen && w->next < end; w->next += 32 * STEP) {
         const TileState own = state(w->next + own_lane() * STEP);
-        w->seen = __ballot_sync(~0u, own != TILE_EMPTY), w->full = __ballot_sync(~0u, own == TILE_FULL);
+        // Not own != TILE_EMPTY: at that ptxas of CUDA 12.3 to 12.6 crashes.
+        w->full = __ballot_sync(~0u, own == TILE_FULL);
+        w->seen = w->full | __ballot_sync(~0u, own == TILE_PARTIAL);
     }
     const int place = __ffs((int)w->seen) - 1;
     w->at = w->seen ? w->next + (place - 32) * STEP : -1;

@@ -35,10 +35,18 @@ CUDA_HOME   ?= $(or $(abspath \
 CUDA_HOME   := $(CUDA_HOME)
 CUBLAS_HOME ?= $(CUDA_HOME)
 NVCC        ?= $(CUDA_HOME)/bin/nvcc
-CUDA_ARCH   ?= 80 90a
-CUDA_PTX    ?= 90
+# The GPUs of this machine, of those that kernels are for, if nvcc knows them all. Otherwise A100, H100 and
+# H200, and PTX, which later ones compile when a program starts: that takes minutes.
+nvcc_knows  := $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null))
+here        := $(filter-out 5% 6% 7%,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
+               2>/dev/null | sed -n 's/^\([0-9]*\)\.\([0-9]\)$$/\1\2/p' | sort -u))
+here        := $(if $(filter-out $(nvcc_knows),$(here)),,$(here))
+CUDA_ARCH   ?= $(or $(here),80 90a)
+CUDA_PTX    ?= $(if $(here),,90)
 # TMA and wgmma are only in the code for 90a, which every GPU of capability 9.0 runs.
 override CUDA_ARCH := $(patsubst 90,90a,$(CUDA_ARCH))
+unknown     := $(filter-out $(nvcc_knows) $(nvcc_knows:%=%a) $(nvcc_knows:%=%f),$(CUDA_ARCH) $(CUDA_PTX))
+nvcc_for    := $(shell $(NVCC) --version 2>/dev/null | sed -n 's/.* release \([0-9.]*\),.*/\1/p')
 NVCC_OPT    ?= -O3 -lineinfo
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
 cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
@@ -50,6 +58,14 @@ ifeq ($(call first,$(NVCC)),)
 $(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): \
     install it or name its folder with CUDA_HOME=)
 endif
+ifneq ($(filter 8.% 9.% 10.% 11.%,$(nvcc_for)),)
+$(call refuse,OPS=cuda needs CUDA 12 or later and $(NVCC) is of $(nvcc_for): \
+    name the folder of a later toolkit with CUDA_HOME=)
+endif
+ifneq ($(and $(nvcc_knows),$(unknown)),)
+$(call refuse,CUDA_ARCH=$(CUDA_ARCH) CUDA_PTX=$(CUDA_PTX): this nvcc knows no $(unknown): \
+    it knows $(nvcc_knows))
+endif
 ifeq ($(cudart),)
 $(call refuse,OPS=cuda needs libcudart and $(CUDA_HOME) has none: name the toolkit's folder with CUDA_HOME=)
 endif
@@ -58,8 +74,9 @@ $(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: \
     name the folder that has it in lib/ with CUBLAS_HOME=)
 endif
 cuda_libs    := $(cudart) $(cublasLt)
-NVCCFLAGS    := -std=c++17 $(NVCC_OPT) -ccbin $(CXX) -Xcompiler -Wall,-Wextra \
-                --Werror all-warnings -Icommon -I. \
+# -fmad=false: products and sums are fused only where the source says fma. Otherwise code for packs and for
+# single elements, or of two kernels, may be fused in one and not in the other, and give other bits.
+NVCCFLAGS    := -std=c++17 -fmad=false $(NVCC_OPT) -ccbin $(CXX) -Xcompiler -Wall,-Wextra -Icommon -I. \
                 $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
                 $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
                 $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))

@@ -67,7 +67,7 @@ struct Rows {
     }
     __device__ A dot(int64_t i, const A *other) const {
         A sum = 0;
-        for (int64_t x = 0; x < d; x++) sum += row(i)[x] * other[x];
+        for (int64_t x = 0; x < d; x++) sum = fma(row(i)[x], other[x], sum);
         return sum;
     }
 };
@@ -151,7 +151,7 @@ __global__ void chunk_forward(Arithmetic<T> *o, Arithmetic<T> *lse, const T *q, 
                 __syncwarp();
                 for (int64_t x = lane; x < d; x += WARP) {
                     A more = acc.row(row)[x] * keep;
-                    for (int64_t j = 0; j < columns; j++) more += weights[warp][j] * of_v.row(j)[x];
+                    for (int64_t j = 0; j < columns; j++) more = fma(weights[warp][j], of_v.row(j)[x], more);
                     acc.row(row)[x] = more;
                 }
                 __syncwarp();
@@ -231,7 +231,7 @@ __global__ void chunk_backward_queries(Arithmetic<T> *dq, const T *d_o, const T 
                 __syncwarp();
                 for (int64_t x = lane; x < d; x += WARP) {
                     A more = sum.row(row)[x];
-                    for (int64_t j = 0; j < columns; j++) more += weights[warp][j] * of_k.row(j)[x];
+                    for (int64_t j = 0; j < columns; j++) more = fma(weights[warp][j], of_k.row(j)[x], more);
                     sum.row(row)[x] = more;
                 }
                 __syncwarp();
@@ -288,8 +288,8 @@ __global__ void chunk_backward_keys(Arithmetic<T> *dk, Arithmetic<T> *dv, const 
                     for (int64_t x = lane; x < d; x += WARP) {
                         A more_k = sum_k.row(row)[x], more_v = sum_v.row(row)[x];
                         for (int64_t j = 0; j < columns; j++) {
-                            more_k += dscores[warp][j] * of_q.row(j)[x];
-                            more_v += probs[warp][j] * of_do.row(j)[x];
+                            more_k = fma(dscores[warp][j], of_q.row(j)[x], more_k);
+                            more_v = fma(probs[warp][j], of_do.row(j)[x], more_v);
                         }
                         sum_k.row(row)[x] = more_k;
                         sum_v.row(row)[x] = more_v;

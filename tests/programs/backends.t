@@ -56,6 +56,36 @@ make -n OPS=cuda COMM=mpi CUDA_HOME="$kit" CUDA_ARCH="80 90" CUDA_PTX= BUILD="$w
 ! grep -q 'code=sm_90 ' "$out" && grep -q 'code=sm_80 -gencode arch=compute_90a,code=sm_90a ' "$out"
 report $? "CUDA_ARCH=90 is 90a, without which there is neither TMA nor wgmma"
 
+# Kinds of GPUs: those that nvcc knows, and those that nvidia-smi lists.
+cat >"$kit/bin/nvcc" <<'END'
+#!/bin/sh
+case $1 in
+    --version) echo "Cuda compilation tools, release ${RELEASE:-12.4}, V12.4.131" ;;
+    --list-gpu-arch) printf 'compute_%s\n' 80 86 89 90 ;;
+esac
+END
+mkdir "$work/here"
+cat >"$work/here/nvidia-smi" <<'END'
+#!/bin/sh
+printf '%s\n' "$GPUS"
+END
+chmod +x "$kit/bin/nvcc" "$work/here/nvidia-smi"
+RELEASE=11.8 refused "CUDA 12 11.8 CUDA_HOME=" OPS=cuda COMM=mpi CUDA_HOME="$kit"
+refused "CUDA_ARCH=120 80 86 89 90" OPS=cuda COMM=mpi CUDA_HOME="$kit" CUDA_ARCH=120
+# built_for WORDS…: the code that nvcc makes where nvidia-smi says $GPUS.
+built_for() {
+    PATH=$work/here:$PATH make -s OPS=cuda COMM=mpi CUDA_HOME="$kit" course-commands >"$out" 2>"$err"
+    [ ! -s "$err" ] && [ "$(grep '^compile-cu ' "$out" | grep -o 'code=[a-z0-9_]*' | xargs)" = "$*" ]
+    report $? "nvidia-smi says ${GPUS//$'\n'/, }: $*"
+}
+others="code=sm_80 code=sm_90a code=compute_90"
+GPUS=8.9 built_for code=sm_89
+GPUS=$'9.0\n8.0\n9.0\n7.5' built_for code=sm_80 code=sm_90a
+GPUS=12.0 built_for $others
+GPUS=$'8.9\n12.0' built_for $others
+GPUS=7.0 built_for $others
+GPUS="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver." built_for $others
+
 if nvidia-smi -L >/dev/null 2>&1; then report 0 "make gpu-check without a GPU # SKIP there is one"; else
     OUT=$work/gpu make gpu-check PART=suite >"$out" 2>"$err"
     [ $? = 2 ] && [ "$(grep -vc '^make' "$err")" = 1 ] && grep -q '^gpu-check: no GPU' "$err" &&

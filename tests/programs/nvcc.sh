@@ -10,7 +10,7 @@ nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
 # on the kind of GPU, so what compiles for the oldest compiles for all: only chapter 07 is also compiled for
 # sm_90a. PTX for the newest GPUs is made from book_*.cu, since they include the programs' kernels and the
 # code that does depend on it, instructions*.h. Nothing that is linked here runs: it has no symbols, and the
-# fastest linker available is used.
+# fastest linker available is used. Warnings are errors here, and not for users, whose compilers have others.
 with_nvcc() {
     local newest back_end='' book='' link=-s log=build-nvcc/ptxas.txt source
     newest=$("$nvcc" --list-gpu-arch | sed 's/.*_//' | sort -n | tail -n 1)
@@ -24,7 +24,7 @@ with_nvcc() {
             grep -q " $source\$" $log || rm -f "build-nvcc/kernels/$source.o"
         done
         timeout -k 5 1500 make -O -j"$(nproc)" --no-print-directory OPS=cuda CUDA_ARCH=80 CUDA_PTX= \
-            NVCC_SAYS='-Xptxas -v' NVCC_OPT=-O0 OBJECTS=build KERNELS=build-nvcc/kernels \
+            NVCC_SAYS='-Xptxas -v --Werror all-warnings' NVCC_OPT=-O0 OBJECTS=build KERNELS=build-nvcc/kernels \
             NVCC_BACK_END="$back_end" LDFLAGS_EXTRA="$link" \
             NVCC_KERNELS="-gencode arch=compute_90a,code=sm_90a" \
             NVCC_BOOK="$book -gencode arch=compute_$newest,code=compute_$newest" "$@" 2>&1 | tee -a $log
