@@ -403,8 +403,8 @@ bool report_equal(const char *what, double predicted, double measured, const cha
     report.equalities++;
     report.equal += equal;
     const char *usually = equal ? "" : diagnose_count(measured, predicted, unit);
-    return judge(equal, "%s: predicted %.15g %s, measured %.15g, off by %.15g%s%s", what, predicted, unit,
-                 measured, measured - predicted, *usually ? ": " : "", usually);
+    return judge(equal, "%s: predicted %.15g%s%s, measured %.15g, off by %.15g%s%s", what, predicted,
+                 *unit ? " " : "", unit, measured, measured - predicted, *usually ? ": " : "", usually);
 }
 
 bool report_that(bool condition, const char *format, ...) {
