@@ -289,7 +289,9 @@ my @advice = (
         'All ranks of a group must make the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
     [qr/the end\) breaks the rule/, 'order', 'The list of this rank ends too early: a pass is missing.'],
-    [qr/breaks the rule/, 'order', 'In the list of this rank a pass comes too early, twice, or never.'],
+    [qr/breaks the rule/, 'order',
+        'In the list of this rank a pass comes too early, twice, or never. (BW2.1.0: BW of stage 2, '
+        . 'micro-batch 1, direction 0.)'],
     [qr/\bn?no tensor\b|dimensions, not 0|has no storage/, 'tensor',
         'A tensor is used that was never allocated, never passed on, or already freed.'],
     [qr/signal 9\b|signal 24\b/, 'stopped',
