@@ -309,7 +309,7 @@ my @advice = (
     [qr/^weights equal in all copies/, 'copies',
         'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
         . 'the table say that their gradients must be summed?'],
-    [qr/in flight and received.*predicted/, 'memory',
+    [qr/K.V in flight.*predicted/, 'memory',
         'What is sent, and what arrives, is MEMORY_COMMUNICATION: is it, and is all of it freed in time?'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
