@@ -229,6 +229,9 @@ my @advice = (
         'The loss is already divided by the labels of the whole batch: sum, and do not divide by N '
         . 'again.'],
     [qr/scaled twice/, 'scale', 'loss_scale already contains the division: leave yours out.'],
+    [qr/, or added twice/, 'scale',
+        'A sum that every rank already has is summed again, or one contribution is added twice. With '
+        . '--ranks 4, is the factor 4, or still 2?'],
     [qr/summed twice|summed, and not averaged/, 'scale',
         'A sum that every rank already has is summed again: scale it by 1 / N first, or sum only once.'],
     [qr/only one rank's share/, 'share',
