@@ -338,7 +338,7 @@ void program_show(const Config *config, Mesh mesh, const Program *program) {
               masked ? NULL : program);
     const char *twin = program->twin && comm_sums_in_rank_order() ? program->twin : NULL;
     if (report_holds())
-        say("\nProof against one device%s%s, with all labels and with some ignored%s:\n  %s",
-            twin ? " and, bit for bit, " : "", twin ? twin : "",
-            config->verbose ? "" : " (--verbose shows the rows)", report_evidence());
+        say("\nProof against one device%s%s, also with ignored labels:\n  %s%s",
+            twin ? ", bit for bit against " : "", twin ? twin : "", report_evidence(),
+            config->verbose ? "" : " (rows: --verbose)");
 }

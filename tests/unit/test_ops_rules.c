@@ -171,6 +171,9 @@ static void dtypes_differ(void) {
     op_add(new_tensor(F32, 3, 4), new_tensor(F32, 3, 4), new_tensor(BF16, 3, 4));
 }
 static void dtype_is_no_number(void) { op_scale(new_tensor(E4M3, 3, 4), 2); }
+static void product_of_no_tensor(void) {
+    op_matmul(new_tensor(F32, 3, 4), (Tensor){0}, new_tensor(F32, 5, 4), false, false, 0);
+}
 static void no_tensor(void) { op_add(new_tensor(F32, 3, 4), (Tensor){0}, new_tensor(F32, 3, 4)); }
 static void rstd_is_narrow(void) {
     op_rmsnorm_forward(new_tensor(BF16, 3, 4), new_tensor(BF16, 3, 1), new_tensor(BF16, 3, 4),
@@ -270,6 +273,7 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(dtypes_differ, "add: b is (3, 4) bf16 where 12 elements of f32 fit the others");
     assert_refused(dtype_is_no_number,
                    "scale: y is (3, 4) e4m3; operations compute with f64, f32, bf16 and f16");
+    assert_refused(product_of_no_tensor, "matmul: a is no tensor: never made, or already freed");
     assert_refused(no_tensor, "add: a is no tensor where 12 elements of f32 fit the others");
     assert_refused(rstd_is_narrow,
                    "rmsnorm_forward: rstd is (3, 1) bf16 where 3 elements of f32 fit the others");
