@@ -288,6 +288,9 @@ $(BUILD)/tests/test_%: $(OBJECTS)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
+# Whoever makes a single program wants to run it. (A mutant's sources are no reason to make the text anew.)
+$(programs): | $(if $(wildcard $(corpus)),,$(corpus))
+
 # The text that the model reads by default: this book itself. A run that has mapped it keeps the old one.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c \
     tests/unit/*.c))

@@ -336,7 +336,9 @@ void program_show(const Config *config, Mesh mesh, const Program *program) {
         prove(config, mesh, program->techniques, program->baseline, program->twin,
               program->twin_techniques, program->exact && program->exact(config), masked,
               masked ? NULL : program);
+    const char *twin = program->twin && comm_sums_in_rank_order() ? program->twin : NULL;
     if (report_holds())
-        say("\nProof, every token a label, then some ignored%s:\n  %s",
-            config->verbose ? "" : " (--verbose shows the rows)", report_evidence());
+        say("\nProof against one device%s%s, also with ignored labels:\n  %s%s",
+            twin ? ", bit for bit against " : "", twin ? twin : "", report_evidence(),
+            config->verbose ? "" : " (rows: --verbose)");
 }

@@ -242,7 +242,7 @@ static double prove_sums(int64_t count, DType dtype, Group ring, bool integers) 
     report_that(unlike == 0, "%lld elements: ranks hold sums that differ by %g", (long long)count, unlike);
     double bound = integers ? 0 : reassociation_bound(ring.size, dtype);
     report_that(error <= bound,
-                "%lld %s: sums are off from the library's by %g of the sum of |x|, and may be by %g",
+                "%lld %s: sums are off from the library's by %g of the sum of |x|, where %g is allowed",
                 (long long)count, integers ? "integers" : "random numbers", error, bound);
     free(scale);
     tensor_free(&t);

@@ -10,7 +10,7 @@
 //
 // Each unit is gathered twice, except the head: forward ends and backward begins with it, so it is kept. The
 // embedding's backward reads no weights, so it is gathered once as well: 2 U - 2 gathers for U = L + 2 units.
-// (For L layers the playbook has 2 L - 1.) With tied weights the head needs the embedding again: 2 U - 1.
+// (The playbook's 2 L - 1: blocks alone, the last kept.) Tied, the head needs the embedding again: 2 U - 1.
 //
 // Letters as in zero1.c, and E and H for the parameters of embedding and head. Bytes sent per rank and
 // micro-batch: (N - 1) / N (g Psi + 2 e Psi - e (E + H)), with tied weights - e H.

@@ -14,7 +14,8 @@
 // of all logits, by a first all-reduce. Padded columns enter no maximum, no sum and no gradient.
 //
 // Bytes sent per rank and micro-batch, with n = b s, K = n h e, e bytes per element and w per statistic:
-// (t - 1) / t times 4 K + 6 n w, with sequence parallelism 5 K + 6 n w; a gather of the logits, n v e.
+// (t - 1) / t times: 2 K for the lookup, 2 K for the output layer (with sequence parallelism 3 K: W gathers
+// its input again), 6 n w for the loss: m, Z and z_target. A gather of the logits would send n v e.
 // Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
 // Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
 // Last line: PASS vocab_parallel: the loss needs no rank to see all logits …

@@ -96,7 +96,7 @@ void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula
         cp, plural(cp));
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++) {
         char *sent = format_text("sent by a rank, %s", passes[pass]);
-        char *held = format_text("K/V in flight and received, %s", passes[pass]);
+        char *held = format_text("peak of K/V in flight, %s", passes[pass]);
         report_equal(sent, predicted.bytes[pass], measured.bytes[pass], "B");
         report_equal(held, predicted.held[pass], measured.held[pass], "B");
         free(sent);

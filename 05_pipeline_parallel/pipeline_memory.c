@@ -154,7 +154,7 @@ void pipeline_check_held_bytes(Mesh mesh, const Config *config) {
     report_that(fabs(predicted - measured) <= 0.5,
                 "rank %d of pp holds %.0f B of activations, by its formula %.0f", mesh.pp.rank, measured,
                 predicted);
-    say("\nActivations held at once, in micro-batches of 1/p of the model from F to B, and from F to W:");
+    say("\nThe most activations held at once: micro-batches from F to B, and from F to W, and bytes:");
     for (int rank = 0; rank < mesh.pp.size; rank++) {
         RankCosts costs = schedule_costs(&p->schedule, rank);
         HeldFormula held = formula_of(config, rank);

@@ -136,7 +136,7 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
         1e3 * d.hop);
     say("  %-28s %10.3f ms\n", "without a bubble", 1e3 * ideal);
     say_makespan("by the schedule's own clock", own, ideal);
-    say_makespan("by its messages, in line", in_line, ideal);
+    say_makespan("with messages that wait", in_line, ideal);
     say_makespan("run", run, ideal);
     report_number("schedule", "makespan, run", run, "s");
     report_number("schedule", "makespan, by its own clock", own, "s");

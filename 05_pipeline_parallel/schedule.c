@@ -193,9 +193,9 @@ static void show_costs(const Schedule *s, const ScheduleTimes *times) {
 static void show_queues(const Schedule *s) {
     ScheduleFault fault;
     bool pair = schedule_message_order(s, QUEUE_PAIR, &fault);
-    say("messages in one queue for each pair of ranks: %s", pair ? "in order" : fault.sentence);
+    say("with one queue for each pair of ranks: %s", pair ? "messages arrive in order" : fault.sentence);
     bool kind = schedule_message_order(s, QUEUE_PAIR_AND_KIND, &fault);
-    say("in one for activations and one for gradients: %s", kind ? "in order" : fault.sentence);
+    say("with two, for activations and gradients: %s", kind ? "messages arrive in order" : fault.sentence);
     report_that(kind, "%s", fault.sentence);
 }
 
@@ -212,8 +212,8 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     if (svg && base_rank() == 0) schedule_svg(s, &times, title, svg);
     say("%s; F %g, B %g, W %g, F+BW %g, hop %g", title, d.F, d.B, d.W, d.pair, d.hop);
     say("%s", letters);
-    say("F forward, B backward for inputs, W for weights, D both; small: other stages of a rank; dots: "
-        "bubble");
+    say("F2 forward of micro-batch 2 (numbered where it fits), B backward for inputs, W for weights, D both");
+    say("- a pass goes on; small letters: other stages of a rank; dots: bubble");
     say("makespan %.6g = work %.6g + bubble %.6g (%.4g%% of the work)", times.makespan, work, times.bubble,
         100 * times.bubble / work);
     say("period   %.6g = work %.6g + bubble %.6g, if steps follow each other without a barrier",
@@ -224,8 +224,10 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     report_number(s->name, "bubble", times.bubble, "");
     report_number(s->name, "period_bubble", times.period_bubble, "");
     report_number(s->name, "held_to_w", schedule_most(s).held_to_w, "micro-batches");
-    int status = report_verdict("%s is sound: bubble %.6g, as a period %.6g, %.4g micro-batches held",
-                                s->name, times.bubble, times.period_bubble, schedule_most(s).held_to_w);
+    double bubble = times.bubble, period = times.period_bubble, held = schedule_most(s).held_to_w;
+    int status = report_verdict("%s is sound: bubble of a step %.6g, of a period %.6g; "
+                                "%.4g micro-batches held",
+                                s->name, bubble, period, held);
     schedule_times_free(&times, s);
     free(letters);
     free(title);

@@ -27,7 +27,7 @@ static const char *const rule_text[] = {
     [RULE_B_AFTER_B] = "B after the B of the next stage",
     [RULE_B_AFTER_F] = "B after its F",
     [RULE_W_AFTER_B] = "W after its B",
-    [RULE_DEADLOCK] = "ranks come to the ends of their lists",
+    [RULE_DEADLOCK] = "no deadlock: every rank reaches the end of its list",
     [RULE_MESSAGE_ORDER] = "messages are received in the order in which they were sent",
 };
 

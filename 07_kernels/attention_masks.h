@@ -186,7 +186,7 @@ Proof prove_masked_forward(int d, int64_t tile, Launch launch) {
                     "mask %d: two runs differ, the second with NaN in %lld keys that nobody sees", m,
                     (long long)unseen);
     }
-    report_that(logs.error <= logs.bound, "masked: lse is off by %.1e, and may be by %.1e", logs.error,
+    report_that(logs.error <= logs.bound, "masked: lse is off by %.1e, where %.1e is allowed", logs.error,
                 logs.bound);
     return proof;
 }

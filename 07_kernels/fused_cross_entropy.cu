@@ -291,7 +291,7 @@ static Proof check(Version version) {
         of_loss->hold(loss.host(), cpu.loss, right.loss);
         proof.hold(once, cpu.grad, right.grad);
     }
-    report_that(sums.error <= sums.bound, "losses are off by %.1e, and may be by %.1e", sums.error,
+    report_that(sums.error <= sums.bound, "losses are off by %.1e, where %.1e is allowed", sums.error,
                 sums.bound);
     return proof;
 }

@@ -323,7 +323,7 @@ static Proof check(Version version) {
         if (c.n == 0) continue;
         if (version < BACKWARD) {
             const double off = kernels_error(arrays.rstd.host().data(), right.rstd.data(), c.n);
-            report_that(off <= 4e-7, "rstd is off by %.1e, and in f32 may be by 4e-7", off);
+            report_that(off <= 4e-7, "rstd is off by %.1e, where f32 is allowed 4e-7", off);
             proof.hold(in_f32(arrays.x_new), cpu.x, right.x);
             proof.hold(in_f32(arrays.y), cpu.y, right.y);
             continue;
@@ -334,7 +334,7 @@ static Proof check(Version version) {
         arrays.run(version, c.n, c.h);
         report_that(arrays.dw.host() == once, "two runs with %lld rows differ", (long long)c.n);
     }
-    report_that(sums.error <= sums.bound, "dw is off by %.1e, and may be by %.1e", sums.error, sums.bound);
+    report_that(sums.error <= sums.bound, "dw is off by %.1e, where %.1e is allowed", sums.error, sums.bound);
     return proof;
 }
 

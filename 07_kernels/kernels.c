@@ -106,7 +106,7 @@ void kernels_version(const KernelVersion *v, const Work *counted, const Work *pr
     if (seconds > 0) say("%-20s %10.4g  measured", "", seconds * 1e3);
     write_row(v, &time, at_size, error);
     report_that(fits.blocks > 0, "%s: its block does not fit on a multiprocessor", v->name);
-    report_that(error <= bound, "%s is off by %.1e, and may be by %.1e", v->name, error, bound);
+    report_that(error <= bound, "%s is off by %.1e, where %.1e is allowed", v->name, error, bound);
 }
 
 // ---- data and references ----

@@ -29,6 +29,8 @@
 // ---- the recipes ----
 
 #define STANDARD F64, F64, F64, F64, F64
+// name; codes of x and W, of dy; scales of tiles, square ones of W; rule; history; sums of products; masters,
+// sums of gradients, two moments; gradients; the playbook's bytes; is it as good as bf16 (Fp8Recipe)
 const Fp8Recipe fp8_recipes[] = {
     {"te-delayed", E4M3, E5M2, false, false, SCALE_REAL, 16, {0, 0}, STANDARD, 16, true},
     {"te-current", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, STANDARD, 16, true},

@@ -110,8 +110,8 @@ static double outlier_error(const Fp8Recipe *r, double outlier) {
 static void show_outliers(void) {
     static const double sizes[] = {0, 1e3, 1e5, 1e6};
     double error[8][4];
-    say("\nx W^T of 512 products, one element of x in 4,096 so many times as large; error of the rows "
-        "without\n");
+    say("\nx W^T of 512 products, one element of x in 4,096 this many times as large: the error of all other "
+        "rows\n");
     say("  %-12s %10s %10s %10s %10s", "", "none", "1e3", "1e5", "1e6");
     for (int i = 0; i < fp8_recipe_count; i++) {
         for (int j = 0; j < 4; j++) error[i][j] = outlier_error(&fp8_recipes[i], sizes[j]);

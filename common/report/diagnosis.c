@@ -51,10 +51,12 @@ const char *diagnose_gradient(double scale, double relative) {
             say_also(ranks ? "summed twice over " : "summed, and not averaged, over ", s,
                      ranks ? ", or summed where a mean was due" : "");
     }
+    bool twice = near(scale, 2, FACTOR_NOISE) && factor;  // of 2 ranks, or simply twice
+    if (*text && twice) snprintf(text + strlen(text), sizeof text - strlen(text), ", or added twice");
     if (*text) return text;
     if (factor && scale == 0) return "usually never written, or cleared before they were summed";
     if (near(scale, -1, FACTOR_NOISE) && factor) return "usually a sign";
-    if (near(scale, 2, FACTOR_NOISE) && factor) return "usually added twice";
+    if (twice) return "usually added twice";
     for (int i = 0; i < count && !factor; i++) {
         const struct Size *s = &sizes[i];
         if (s->kind == SIZE_RANKS && scale > 0.5 / s->size && scale < 1.5 / s->size)

@@ -195,9 +195,9 @@ row() {
     row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' \
         'exposes .* of what tp does'
     row 25 'ring: cp - 1 hops, a chunk of K/V in flight and one received' ring_attention '--ranks 4' \
-        'K/V in flight and received, forward'
+        'peak of K/V in flight, forward'
     row 25 'all-gather: K/V of all ranks at once' all_gather_attention '--ranks 4' \
-        'K/V in flight and received, forward'
+        'peak of K/V in flight, forward'
     row 25 'zig-zag: every rank computes as much, within one block' zigzag_ring_attention '' \
         '^ *zigzag +[0-9]+ +[0-9]+ +1'
     row 26 'zig-zag about 1.67 times as fast as the plain ring, forward and backward' \

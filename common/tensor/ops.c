@@ -50,7 +50,8 @@ static DType gradient_of(DType dtype, Tensor gradient) {
 // ---- rules ----
 
 static void need_floating(const char *op, const char *name, Tensor t) {
-    CHECK(tensor_exists(t) && (t.dtype == F64 || t.dtype == F32 || t.dtype == BF16 || t.dtype == F16),
+    CHECK(tensor_exists(t), "%s: %s is no tensor: never made, or already freed", op, name);
+    CHECK(t.dtype == F64 || t.dtype == F32 || t.dtype == BF16 || t.dtype == F16,
           "%s: %s is %s; operations compute with f64, f32, bf16 and f16", op, name, tensor_text(t));
 }
 

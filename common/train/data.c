@@ -106,7 +106,7 @@ static const char *default_corpus(void) {
     }
     strcat(path, name);
     CHECK(access(path, F_OK) == 0,
-          "the default corpus %s is not there: run make all, or name a text with --data FILE", path);
+          "the default corpus %s is not there: run make programs, or name a text with --data FILE", path);
     return path;
 }
 

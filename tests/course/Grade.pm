@@ -229,6 +229,9 @@ my @advice = (
         'The loss is already divided by the labels of the whole batch: sum, and do not divide by N '
         . 'again.'],
     [qr/scaled twice/, 'scale', 'loss_scale already contains the division: leave yours out.'],
+    [qr/, or added twice/, 'scale',
+        'A sum that every rank already has is summed again, or one contribution is added twice. With '
+        . '--ranks 4, is the factor 4, or still 2?'],
     [qr/summed twice|summed, and not averaged/, 'scale',
         'A sum that every rank already has is summed again: scale it by 1 / N first, or sum only once.'],
     [qr/only one rank's share/, 'share',
@@ -275,7 +278,7 @@ my @advice = (
         . 'full?'],
     [qr/^kernel .*(?:stands at|waits at|the value of lane|with the mask)/, 'barrier',
         'Not all threads reach this barrier: some take a branch around it, or return before it.'],
-    [qr/ is off by .*, and may be by/, 'numbers',
+    [qr/ is off by .*, where .* is allowed/, 'numbers',
         'Which elements are wrong? The proof tries a single row, sizes that do not fill a tile, and large '
         . 'magnitudes.'],
     [qr/(?:FLOPs|instr[.a-z]*): predicted|FLOPs.*; the tiles that are not empty/, 'operations', undef],
@@ -289,7 +292,9 @@ my @advice = (
         'All ranks of a group must make the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
     [qr/the end\) breaks the rule/, 'order', 'The list of this rank ends too early: a pass is missing.'],
-    [qr/breaks the rule/, 'order', 'In the list of this rank a pass comes too early, twice, or never.'],
+    [qr/breaks the rule/, 'order',
+        'In the list of this rank a pass comes too early, twice, or never. (BW2.1.0: BW of stage 2, '
+        . 'micro-batch 1, direction 0.)'],
     [qr/\bn?no tensor\b|dimensions, not 0|has no storage/, 'tensor',
         'A tensor is used that was never allocated, never passed on, or already freed.'],
     [qr/signal 9\b|signal 24\b/, 'stopped',
@@ -297,7 +302,9 @@ my @advice = (
     [qr/and no verdict|no rank has said why/, 'end',
         'The program ended before its proof was complete: does the function call exit?'],
     [qr/signal 11|signal 7|SIGSEGV|SIGBUS|signal 6|SIGABRT/, 'crash',
-        'It uses a pointer or an index that is not valid. gdb shows where, on the program in bin/.'],
+        'It uses a pointer or an index that is not valid, or frees a tensor twice: a function that returns '
+        . 'the tensor x that it was given returns tensor_share(x), as the caller frees both. gdb shows '
+        . 'where, on the program in bin/.'],
     [qr/has died/, 'crash',
         'This rank ended without a message: because of an invalid pointer or index (gdb shows where, on '
         . 'the program in bin/), or because it took too much time or memory and was stopped.'],
@@ -305,7 +312,7 @@ my @advice = (
     [qr/^weights equal in all copies/, 'copies',
         'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
         . 'the table say that their gradients must be summed?'],
-    [qr/in flight and received.*predicted/, 'memory',
+    [qr/K.V in flight.*predicted/, 'memory',
         'What is sent, and what arrives, is MEMORY_COMMUNICATION: is it, and is all of it freed in time?'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
@@ -398,6 +405,19 @@ sub advice {
     return ('proof', $e->{proof} =~ /^tests.(.*)/ ? "What it demands is in tests/unit/$1.c." : '');
 }
 
+# From a program's output: "all_reduce is called in place of reduce_scatter", if one kind of call is never
+# made and another too often.
+sub replaced {
+    my ($never, $instead);
+    for (grep { /: calls of rank 0 .*FAIL$/ } split /\n/, $_[0]) {
+        my ($call) = /^ *(\w+): calls/;
+        my ($predicted, $measured) = counts_in($_);
+        $never //= $call if $measured == 0;
+        $instead //= $call if $measured > $predicted;
+    }
+    return defined $never && defined $instead ? "$instead is called in place of $never" : '';
+}
+
 # The sentence with which a run failed, or '' if it passed.
 sub first_wrong {
     my ($e, $folder, $status, $seconds) = @_;
@@ -414,9 +434,10 @@ sub first_wrong {
         return '' if $status == 0 && $out =~ /^PASS \Q$program\E: /m;
         my ($fail) = $out =~ /^FAIL \Q$program\E: (.*)$/m;
         # A kernel's counts come first, but wrong numbers matter more if there are any.
-        $fail = $1 if defined $fail && $out =~ /^ +FAIL: (.* is off by .*, and may be by .*)$/m;
-        # "usually …" is about wrong gradients and repeated calls, and fits neither a formula nor a kernel.
-        $fail =~ s/: usually .*// if defined $fail && ($e->{predicts} || is_cuda($e));
+        $fail = $1 if defined $fail && $out =~ /^ +FAIL: (.* is off by .*, where .* is allowed.*)$/m;
+        # "usually …" is about wrong gradients and repeated calls, and fits neither a formula, nor a kernel,
+        # nor one call in place of another.
+        $fail =~ s/: usually .*// if defined $fail && ($e->{predicts} || is_cuda($e) || replaced($out));
         return $fail if defined $fail;
     }
     return sprintf 'it was stopped after %.0f s', $seconds if $status == -1 && $err !~ /^\Q$program\E: /m;
@@ -480,6 +501,8 @@ sub grade {
         $passed = $pass;
         next if !length $wrong;
         my ($kind, $words) = advice($e, $wrong);
+        my $replaced = replaced(some("$folder/out"));
+        $words = "$replaced." if $replaced && $kind =~ /^(?:calls|bytes)$/;
         $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
         $words .= " The compiler has a warning, $warning." if defined $warning;
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);

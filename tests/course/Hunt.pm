@@ -10,8 +10,8 @@ use Grade;
 use Source;
 our @EXPORT = qw(hunt answer graded_hunts bugs);
 
-# Bugs that lie in a single file, one that some exercise's proof runs, in an order that gives no hint where
-# they are. Two mutants may be one edit, for two tests; they are one bug.
+# Bugs that lie in a single file, one that some exercise's proof runs: chapter by chapter, and within one in an
+# order that gives no hint where they are. Two mutants may be one edit, for two tests; they are one bug.
 sub bugs {
     my (@exercises) = @_;
     my (%proof, %seen, @all);
@@ -26,7 +26,22 @@ sub bugs {
             push @all, { name => $name, file => $files[0], bug => $bug, exercises => $proof{ $files[0] } };
         }
     }
-    return sort { md5_hex($a->{name}) cmp md5_hex($b->{name}) } @all;
+    return sort {
+        chapter_of($a) cmp chapter_of($b) || md5_hex($a->{name}) cmp md5_hex($b->{name})
+    } @all;
+}
+
+sub chapter_of { return substr $_[0]{file}, 0, 2 }
+
+# "chapter 02 has 51 to 83", for each chapter.
+sub numbers {
+    my (@all) = @_;
+    my (%first, %last);
+    for my $n (1 .. @all) {
+        $first{ chapter_of($all[$n - 1]) } //= $n;
+        $last{ chapter_of($all[$n - 1]) } = $n;
+    }
+    return join ', ', map { "chapter $_ has $first{$_} to $last{$_}" } sort keys %first;
 }
 
 sub folder_of { return "$Grade::build/hunt/$_[0]" }
@@ -80,7 +95,7 @@ sub where_it_shows {
 
 sub bug_numbered {
     my ($n, @all) = @_;
-    die "hunt which bug? make hunt N=1, to N=" . @all . "\n"
+    die "hunt which bug? make hunt N=1, to N=" . @all . ': ' . numbers(@all) . "\n"
         if !defined $n || $n !~ /^\d+$/ || !$n || $n > @all;
     return $all[$n - 1];
 }

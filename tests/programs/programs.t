@@ -49,6 +49,11 @@ make -s BUILD="$work/b" "$work/b/corpus.txt" >"$out" 2>&1 && ln "$work/b/corpus.
     [ "$(tail -n 1 "$work/mapped")" = mapped ] && [ "$(tail -n 1 "$work/b/corpus.txt")" != mapped ] &&
     [ "$(ls "$work/b")" = corpus.txt ]
 report $? "the default text is replaced, and not rewritten under a run"
+# Who makes one program alone runs it next.
+make -n BUILD="$work/one" "$work/one/02_zero/zero1" >"$out" 2>&1 && grep -q 'mv .*corpus.txt' "$out" &&
+    mkdir -p "$work/one" && echo old >"$work/one/corpus.txt" &&
+    make -n BUILD="$work/one" "$work/one/02_zero/zero1" >"$out" 2>&1 && ! grep -q 'mv .*corpus.txt' "$out"
+report $? "one program alone is made with the default text, if there is none"
 run "$build/train" $small --steps 1 --sample 0 --json /dev/full
 one_line $? -F -- '--json /dev/full could not be written whole: No space left on device'
 report $? "a report that does not fit is one sentence"

@@ -41,7 +41,7 @@ for name in $names; do
     schedule --schedule "$name" --stages 4 --micro-batches 8 --svg "$work/$name.svg" &&
         [ "$(grep -c '^rank [0-3]  |' "$out")" = 4 ] &&
         grep -q "^PASS schedule: $name.* is sound" "$out" &&
-            grep -q '^in one for activations.*: in order$' "$out"
+            grep -q '^with two, for activations.*: messages arrive in order$' "$out"
     report $? "$name is drawn"
     python3 - "$work/$name.svg" >"$out" 2>&1 <<'PYTHON'
 import sys, xml.etree.ElementTree as tree
@@ -77,14 +77,14 @@ schedule --schedule afab --stages 4 --micro-batches 1
 grep -q 'bubble 90 (300% of the work)' "$out"
 report $? "AFAB of one micro-batch is the naive pipeline"
 schedule --schedule one_f_one_b --stages 4 --micro-batches 8 --split &&
-    grep -q 'bubble 66, as a period 66' "$out"
+    grep -q 'bubble of a step 66, of a period 66' "$out"
 report $? "--split takes B and W apart"
 schedule --schedule interleaved --stages 4 --micro-batches 8 --group 8 &&
     grep -qE '^rank 0 +7.5 +7.5' "$out" &&
     schedule --schedule interleaved --stages 4 --micro-batches 8 && grep -qE '^rank 0 +5.5 +5.5' "$out"
 report $? "breadth-first holds more than depth-first"
 schedule --schedule zb_auto --stages 4 --micro-batches 16 --memory-limit 5 &&
-    grep -q 'bubble 34, .* 5 micro-batches held' "$out"
+    grep -q 'bubble of a step 34, .* 5 micro-batches held' "$out"
 report $? "--memory-limit is kept"
 schedule --schedule dualpipe --stages 8 --micro-batches 16
 grep -q 'one queue for each pair of ranks: rank .* breaks the rule "messages are received in the order' \

@@ -61,6 +61,15 @@ static void sizes_that_are_equal_are_both_named(void **context) {
     assert_says(text, "usually averaged twice over the 4 ranks of dp, or scaled twice by 1 / the 4", 0.25);
 }
 
+static void a_factor_of_two_on_two_ranks_may_also_be_an_addition_too_many(void **context) {
+    (void)context;
+    diagnosis_forget();
+    diagnosis_size(SIZE_RANKS, "the 2 ranks of dp", 2);
+    assert_says(diagnose_gradient(2, 1), "summed twice over the 2 ranks of dp", 2);
+    assert_says(diagnose_gradient(2, 1), ", or added twice", 2);
+    assert_says(diagnose_gradient(-1, 2), "usually a sign", -1);
+}
+
 static void a_loss_that_is_off_by_log_n_is_told_of_its_softmax(void **context) {
     (void)context;
     const double loss = 5.5;
@@ -189,6 +198,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         FOUR(a_gradient_that_is_off_by_a_factor_is_told_which),
         FOUR(sizes_that_are_equal_are_both_named),
+        FOUR(a_factor_of_two_on_two_ranks_may_also_be_an_addition_too_many),
         FOUR(a_loss_that_is_off_by_log_n_is_told_of_its_softmax),
         FOUR(a_count_that_is_off_by_a_factor_is_told_which),
         FOUR(gradients_are_blamed_before_the_losses_that_they_spoil),

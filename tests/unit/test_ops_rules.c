@@ -171,6 +171,9 @@ static void dtypes_differ(void) {
     op_add(new_tensor(F32, 3, 4), new_tensor(F32, 3, 4), new_tensor(BF16, 3, 4));
 }
 static void dtype_is_no_number(void) { op_scale(new_tensor(E4M3, 3, 4), 2); }
+static void product_of_no_tensor(void) {
+    op_matmul(new_tensor(F32, 3, 4), (Tensor){0}, new_tensor(F32, 5, 4), false, false, 0);
+}
 static void no_tensor(void) { op_add(new_tensor(F32, 3, 4), (Tensor){0}, new_tensor(F32, 3, 4)); }
 static void reads_no_tensor(void) { tensor_to_doubles(NULL, (Tensor){0}); }
 static void writes_no_tensor(void) { tensor_from_host((Tensor){0}, NULL); }
@@ -273,6 +276,7 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(dtypes_differ, "add: b is (3, 4) bf16 where 12 elements of f32 fit the others");
     assert_refused(dtype_is_no_number,
                    "scale: y is (3, 4) e4m3; operations compute with f64, f32, bf16 and f16");
+    assert_refused(product_of_no_tensor, "matmul: a is no tensor: never made, or already freed");
     assert_refused(no_tensor, "add: a is no tensor where 12 elements of f32 fit the others");
     assert_refused(reads_no_tensor, "tensor_to_host: there is no tensor to read");
     assert_refused(writes_no_tensor, "tensor_from_host: there is no tensor to write");
