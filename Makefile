@@ -119,8 +119,9 @@ endif
 # at once do not write the same file: $$ is the shell's process number.
 part       = $@.$$$$.part
 whole      = -o $(part) && mv $(part) $@
-# What is compiled, and in a file beside it what it was compiled from.
-object     = -MMD -MP -MF $(@:.o=.d) -MT $@ -c $< $(whole)
+# What is compiled, and in a file beside it what it was compiled from. -fsyntax-only writes no object.
+object     = -MMD -MP -MF $(@:.o=.d) -MT $@ -c $< \
+             $(if $(findstring -fsyntax-only,$(CFLAGS_EXTRA)),-o $@,$(whole))
 archive_of = $(Q)ar rcs $(part) $(1) && mv $(part) $@
 # Keeps a command line in a file, so that a different one rebuilds everything that depends on it. If several
 # makes run at once, as in tests, none removes the file under another.

@@ -150,17 +150,17 @@ static void many_layers_continue_what_few_cost(void **state) {
 #else
     const int64_t many = 50000;
 #endif
-    const int64_t stage[] = {256, 257, 300, 600, many};
+    const int64_t stage[] = {128, 129, 256, 257, 600, many};
     device_dry_run(true);
     comm_stand_for_all(true);
     clock_set_machine(machine_find("dgx-h100"));
     double few[FIGURES], more[FIGURES], figure[FIGURES];
-    two_stages(few, 200);
-    two_stages(more, 250);
+    two_stages(few, 100);
+    two_stages(more, 120);
     for (size_t i = 0; i < sizeof stage / sizeof *stage; i++) {
         two_stages(figure, stage[i]);
         for (int j = 0; j < FIGURES; j++) {
-            double line = few[j] + (double)(stage[i] - 200) * (more[j] - few[j]) / 50;
+            double line = few[j] + (double)(stage[i] - 100) * (more[j] - few[j]) / 20;
             if (!(fabs(figure[j] - line) <= (j == SECONDS ? 1e-9 : 0) * line))
                 fail_msg("figure %d of %ld layers is %.12g, and should be %.12g", j, stage[i], figure[j],
                          line);
