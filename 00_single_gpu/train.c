@@ -207,7 +207,7 @@ static void plug(Trainer *t, const Technique *technique, const Technique *taken[
     unsigned incomplete = sockets_incomplete(&t->model->sockets);
     for (Socket i = 0; i < SOCKETS; i++) {
         CHECK(!(incomplete & 1u << i),
-              "%s leaves a function of the socket %s empty: a plug sets only the functions that it replaces",
+              "%s leaves a function of the socket %s empty: a plug sets only those that it replaces",
               technique->name, socket_name(i));
         if (!(changed & 1u << i)) continue;
         CHECK(!taken[i] || (technique->wraps & 1u << i), "%s would take the place of %s in the socket %s",

@@ -94,8 +94,7 @@ static bool is_in_flight(const Request *r) {
 }
 
 void comm_wait(Request *r) {
-    CHECK(is_in_flight(r),
-          "comm_wait: this is no request in flight: it is NULL, or was waited for before");
+    CHECK(is_in_flight(r), "comm_wait: this is no request in flight: it is NULL, or was waited for before");
     void (*then)(void *) = r->then;
     void *context = r->then_context;
     request_await(r);
