@@ -173,14 +173,16 @@ void request_claim(Request *r, Tensor t, bool writes) {
 static void hold(Request *r, Tensor out, Tensor in, bool writes) {
     r->out = tensor_share(out);
     r->in = tensor_share(in);
-    bool in_place =
-        in.storage == out.storage && in.offset == out.offset && tensor_count(in) == tensor_count(out);
+    const int64_t ins = tensor_exists(in) ? tensor_count(in) : 0,
+                  outs = tensor_exists(out) ? tensor_count(out) : 0,
+                  size = (int64_t)dtype_size(r->call.dtype);
+    const bool in_place = in.storage == out.storage && in.offset == out.offset && ins == outs;
     if (tensor_exists(in) && !(in_place && writes)) request_claim(r, in, false);
     if (tensor_exists(out) && writes) request_claim(r, out, true);
     r->call.out = tensor_exists(out) ? tensor_address(out) : NULL;
     r->call.in = tensor_exists(in) ? tensor_address(in) : NULL;
-    r->call.out_bytes = tensor_exists(out) && writes ? tensor_bytes(out) : 0;
-    r->call.in_bytes = tensor_exists(in) ? tensor_bytes(in) : 0;
+    r->call.out_bytes = writes ? size * outs : 0;
+    r->call.in_bytes = size * ins;
 }
 
 static void must_exist(const Request *r, Tensor t, const char *name) {
@@ -251,15 +253,15 @@ static void check_parts(const Request *r, const int64_t *counts, Tensor whole, T
 }
 
 // A call between a whole tensor and one part of it on each member. If it has a root, the whole is used only
-// there.
-static Request *start_parts(CollectiveKind kind, Tensor out, Tensor in, const int64_t *counts, ReduceOp op,
+// there, and set to {0} elsewhere. (Pointers: a Tensor is long, and these calls are short.)
+static Request *start_parts(CollectiveKind kind, Tensor *out, Tensor *in, const int64_t *counts, ReduceOp op,
                             int root, Group group) {
     const bool gathers = kind == ALL_GATHER || kind == GATHER, rooted = kind == GATHER || kind == SCATTER;
     const int n = group.size;
-    Tensor *whole = gathers ? &out : &in, part = gathers ? in : out;
+    Tensor *whole = gathers ? out : in, *part = gathers ? in : out;
     if (rooted && group.rank != root) *whole = (Tensor){0};
-    Request *r = request_new(kind, group, root, part.dtype);
-    const int64_t *parts = copy_counts(r, counts, n, tensor_count(part));
+    Request *r = request_new(kind, group, root, part->dtype);
+    const int64_t *parts = copy_counts(r, counts, n, tensor_count(*part));
     *(gathers ? &r->call.out_counts : &r->call.in_counts) = parts;
     r->call.op = op;
     r->parts = counts ? hash_bytes(HASH_SEED, counts, sizeof *counts * (size_t)n) : 0;
@@ -267,25 +269,25 @@ static Request *start_parts(CollectiveKind kind, Tensor out, Tensor in, const in
     if (!rooted) must_exist(r, *whole, gathers ? "out" : "in");
     CHECK(!rooted || group.rank != root || tensor_exists(*whole), "%s: the root has no tensor to %s",
           kind_names[kind], gathers ? "gather in" : "scatter");
-    check_parts(r, parts, *whole, part, gathers ? "out" : "in", gathers ? "in" : "out");
-    hold(r, out, in, true);
+    check_parts(r, parts, *whole, *part, gathers ? "out" : "in", gathers ? "in" : "out");
+    hold(r, *out, *in, true);
     return start(r);
 }
 
 Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, ReduceOp op, Group group) {
-    return start_parts(REDUCE_SCATTER, out, in, counts, op, 0, group);
+    return start_parts(REDUCE_SCATTER, &out, &in, counts, op, 0, group);
 }
 
 Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group group) {
-    return start_parts(ALL_GATHER, out, in, counts, REDUCE_SUM, 0, group);
+    return start_parts(ALL_GATHER, &out, &in, counts, REDUCE_SUM, 0, group);
 }
 
 Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
-    return start_parts(GATHER, out, in, counts, REDUCE_SUM, root, group);
+    return start_parts(GATHER, &out, &in, counts, REDUCE_SUM, root, group);
 }
 
 Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
-    return start_parts(SCATTER, out, in, counts, REDUCE_SUM, root, group);
+    return start_parts(SCATTER, &out, &in, counts, REDUCE_SUM, root, group);
 }
 
 Request *comm_broadcast(Tensor t, int root, Group group) {
