@@ -1,7 +1,7 @@
 // test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for its calls, among which
 // ranks, as DDP and its buckets too, and how many elements each rank has; which weights ZeRO-3 has gathered
-// while a unit computes, from which ranks, and in how many bytes; when hybrid sharding sends across nodes; and
-// in ZeRO-R, whose place in the arena a backward gives back. TAP.
+// while a unit computes, from which ranks, and in how many bytes; when hybrid sharding sends across nodes;
+// and in ZeRO-R, whose place in the arena a backward gives back. TAP.
 #include "01_data_parallel/ddp_bucketed.h"
 #include "02_zero/zero.h"
 #include "ranks.h"
