@@ -163,7 +163,8 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
         report_that(std::equal(once.begin(), once.begin() + queries / 2, beside.begin()),
                     "NaN in the second sample reaches the first");
     }
-    report_that(logs.error <= logs.bound, "lse is off by %.1e, where %.1e is allowed", logs.error, logs.bound);
+    report_that(logs.error <= logs.bound, "lse is off by %.1e, where %.1e is allowed", logs.error,
+                logs.bound);
     return proof;
 }
 
