@@ -156,6 +156,7 @@ std::vector<T> without_infinity(std::vector<T> x) {
 }
 
 // The kernels of fp16 differ from bf16's in conversions alone: under emulation one mask has to do for them.
+struct __half;  // programs in f32 do not include it
 template <class T>
 constexpr int first_mask() {
     return !ON_GPU && std::is_same<T, __half>::value ? SHUFFLED : PACKED;
