@@ -15,7 +15,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 
 #include "harness.h"
 
@@ -242,30 +241,6 @@ bool technique_has_option(const Technique *technique, const char *name) {
     return false;
 }
 
-// Which file this is, on this host; if that is not known, another one on each rank.
-static uint64_t file_hash(const char *path) {
-    struct stat s;
-    if (stat(path, &s) != 0) return (uint64_t)base_rank();
-    const int64_t which[] = {(int64_t)s.st_dev, (int64_t)s.st_ino, s.st_size, s.st_mtim.tv_sec,
-                             s.st_mtim.tv_nsec};
-    return hash_bytes(HASH_SEED, which, sizeof which);
-}
-
-// Each rank draws its samples from the file that its host has under this name. If all see the same one, as on
-// one machine, it need not be read; else each reads its own once, about 1.5 s per GB. print: data_print, or 0
-// if nothing else needs it.
-static void check_same_data(const Data *data, uint64_t print, Group world) {
-    double most = comm_max((double)data->count, world), least = -comm_max(-(double)data->count, world);
-    CHECK(most == least,
-          "%s: one rank finds %.0f tokens there, and another %.0f: all hosts need the same file", data->path,
-          most, least);
-    if (!print && comm_same(file_hash(data->path), world)) return;
-    if (!print) print = data_print(data);
-    CHECK(comm_same(print, world),
-          "%s: not all ranks find the same %lld tokens there: all hosts need the same file", data->path,
-          (long long)data->count);
-}
-
 Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     Trainer *t = host_alloc(sizeof *t);
     *t = (Trainer){.config = *config};
@@ -273,7 +248,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     if (!device_is_dry_run()) {
         t->data = data_open(config->data, config->vocab, config->seq);
         if (config->save) t->progress.data = data_print(&t->data);
-        check_same_data(&t->data, t->progress.data, mesh.world);
+        data_check_same(&t->data, t->progress.data, mesh.world);
     }
     t->model = model_new(config, mesh);
     const Technique *enabled[MOST_TECHNIQUES], *taken[SOCKETS] = {NULL};
