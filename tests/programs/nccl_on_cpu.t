@@ -28,7 +28,8 @@ if wanted stops; then
     report $? "stops: $(head -n 1 "$err")"
 fi
 small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13 --steps 1"
-passes "zero_r over NCCL, whose calls have no common order of sums" ../02_zero/zero_r --ranks 4 $small --dtype f32
+build=$nccl passes "zero_r over NCCL, whose calls have no common order of sums" 02_zero/zero_r --ranks 4 \
+    $small --dtype f32
 [ $# = 0 ] || [ $count = 0 ] || finish
 
 programs="test_comm test_comm_requests test_comm_clock test_lines"
