@@ -18,6 +18,7 @@ struct Comm comm = {.alone = true, .ranks = 1, .here = 1, .timeout = 300, .check
 int comm_ranks(void) { return comm.ranks; }
 int comm_rank(void) { return comm.rank; }
 const char *comm_host(int rank) { return comm.identity ? comm.identity[rank].host : "this machine"; }
+double comm_timeout(void) { return comm.timeout; }
 double comm_set_timeout(double seconds) {
     double before = comm.timeout;
     comm.timeout = seconds;
