@@ -102,22 +102,13 @@ void weights_check_surplus(const WeightFiles *w, const Params *params) {
         }
 }
 
-void weights_check_same(const WeightFiles *w, Group world) {
-    enum { PAGE = 4096 };
-    uint64_t hash = HASH_SEED;
-    for (int f = 0; f < w->count; f++) {
-        const SafeTensors *file = &w->file[f];
-        const uint8_t *data = file->file + file->size;
-        for (int i = 0; i < file->count; i++)
-            if (file->tensor[i].data < data) data = file->tensor[i].data;
-        hash = hash_bytes(hash, file->file, (size_t)(data - file->file));  // the header
-        for (int i = 0; i < file->count; i++) {
-            const SafeTensor *tensor = &file->tensor[i];
-            hash = hash_bytes(hash, tensor->data, (size_t)(tensor->bytes < PAGE ? tensor->bytes : PAGE));
-        }
-    }
-    CHECK(comm_same(hash, world),
-          "%s: not all ranks find the same weights there: all hosts need the same files", w->name);
+void weights_check_same(const char *dir, const WeightFiles *w, Group world) {
+    char *paths[w->count + 1], *config = format_text("%s/config.json", dir);
+    for (int i = 0; i < w->count; i++) paths[i] = w->path[i];
+    paths[w->count] = config;
+    CHECK(comm_same_files(paths, w->count + 1, world),
+          "%s: not all ranks find the same files there: all hosts need the same checkpoint", dir);
+    free(config);
 }
 
 void weights_close(WeightFiles *w) {
