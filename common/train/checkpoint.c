@@ -296,7 +296,6 @@ static void take_elements(void *context, int64_t first, int64_t count, void *byt
 
 void checkpoint_load_weights(const char *dir, Params *params) {
     WeightFiles files = weights_open(dir);
-    weights_check_same(dir, &files, params->world);
     for (int i = 0; i < params->count; i++) {
         const Param *param = &params->param[i];
         int which = weights_find(&files, param->name);

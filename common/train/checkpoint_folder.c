@@ -201,6 +201,25 @@ static char *newest_here(const char *dir) {
     return newest;
 }
 
+static int is_read(const struct dirent *entry) {
+    const char *end = strrchr(entry->d_name, '.');
+    return end && (!strcmp(end, ".safetensors") || !strcmp(end, ".json"));
+}
+
+// Each rank reads the files that its host has in the folder.
+static void check_same_files(const char *folder) {
+    struct dirent **entry;
+    int count = scandir(folder, &entry, is_read, alphasort);
+    CHECK(count >= 0, "%s", file_fault("open", folder));
+    char **paths = host_alloc((size_t)count * sizeof *paths);
+    for (int i = 0; i < count; i++) paths[i] = format_text("%s/%s", folder, entry[i]->d_name);
+    CHECK(comm_same_files(paths, count, comm_world()),
+          "%s: not all ranks find the same files there: all hosts need the same checkpoint", folder);
+    for (int i = 0; i < count; i++) free(paths[i]), free(entry[i]);
+    free(paths);
+    free(entry);
+}
+
 // A run may be saving there, and a host may see an older state of a folder that it shares.
 char *checkpoint_newest(const char *dir) {
     char *newest = newest_here(dir);
@@ -211,5 +230,6 @@ char *checkpoint_newest(const char *dir) {
           "%s: step %.0f is the newest that one rank sees, and step %.0f that another sees: name one of "
           "its folders, which no run is about to replace",
           dir, most, least);
+    check_same_files(newest);
     return newest;
 }

@@ -62,8 +62,6 @@ int weights_find(const WeightFiles *weights, const char *name);  // index of the
 // Fatal if a tensor is not a weight of this model. Two redundant ones are allowed: RoPE's frequencies, and
 // a tied head that is a copy of the embedding.
 void weights_check_surplus(const WeightFiles *weights, const Params *params);
-// Called by all ranks: fatal if they find different weights, or a different config.json, in this folder.
-void weights_check_same(const char *dir, const WeightFiles *weights, Group world);
 void weights_close(WeightFiles *weights);
 
 #endif

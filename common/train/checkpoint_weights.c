@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "checkpoint_inside.h"
-#include "comm/comm.h"
 #include "files.h"
 
 enum { INDEX_MAX = 100000000 };  // bytes
@@ -100,15 +99,6 @@ void weights_check_surplus(const WeightFiles *w, const Params *params) {
             const SafeTensor *tensor = &w->file[f].tensor[i];
             if (!params_find(params, tensor->name)) check_surplus(w->path[f], w, tensor);
         }
-}
-
-void weights_check_same(const char *dir, const WeightFiles *w, Group world) {
-    char *paths[w->count + 1], *config = format_text("%s/config.json", dir);
-    for (int i = 0; i < w->count; i++) paths[i] = w->path[i];
-    paths[w->count] = config;
-    CHECK(comm_same_files(paths, w->count + 1, world),
-          "%s: not all ranks find the same files there: all hosts need the same checkpoint", dir);
-    free(config);
 }
 
 void weights_close(WeightFiles *w) {
