@@ -53,8 +53,8 @@ const char *folder_make(const char *path) {
     return wrong;
 }
 
-static const char *const files_of_a_checkpoint[] = {"config.json", "generation_config.json",
-                                                    "model.safetensors", "optimizer.safetensors"};
+static const char *const files_of_a_checkpoint[] = {"config.json", "generation_config.json", MODEL_FILE,
+                                                    OPTIMIZER_FILE};
 enum { FILES_OF_A_CHECKPOINT = sizeof files_of_a_checkpoint / sizeof *files_of_a_checkpoint };
 
 void folder_remove_checkpoint(const char *folder) {
@@ -124,7 +124,7 @@ void checkpoint_check_place(const char *dir) {
 
 // The run named by the weights in a folder; 0: they name none, or there are none.
 static uint64_t run_of(const char *folder) {
-    if (!folder_has(folder, "model.safetensors")) return 0;
+    if (!folder_has(folder, MODEL_FILE)) return 0;
     char *path = format_text("%s/model.safetensors", folder);
     SafeTensors file = safetensors_open(path);
     const char *text = safetensors_metadata(&file, "run");
