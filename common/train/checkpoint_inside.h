@@ -1,5 +1,5 @@
-// checkpoint_inside.h: what the files of checkpoints share: checkpoint.c (saving), checkpoint_load.c (reading),
-// checkpoint_folder.c (folders on the disk), checkpoint_run.c (to which run they belong),
+// checkpoint_inside.h: what the files of checkpoints share: checkpoint.c (saving), checkpoint_load.c
+// (reading), checkpoint_folder.c (folders on the disk), checkpoint_run.c (to which run they belong),
 // checkpoint_config.c (config.json) and checkpoint_weights.c (the files of the weights).
 #ifndef CHECKPOINT_INSIDE_H
 #define CHECKPOINT_INSIDE_H

@@ -1,5 +1,5 @@
-// checkpoint_load.c: checkpoint folders, read: the weights, into any model of their shape, and the optimizer's
-// state, into a run that goes on. Each rank reads its own ranges of the files.
+// checkpoint_load.c: checkpoint folders, read: the weights, into any model of their shape, and the
+// optimizer's state, into a run that goes on. Each rank reads its own ranges of the files.
 #include "checkpoint_inside.h"
 
 #include <errno.h>
