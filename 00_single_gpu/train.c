@@ -216,6 +216,21 @@ static void plug(Trainer *t, const Technique *technique, const Technique *taken[
     t->technique[t->techniques++] = technique;
 }
 
+// The techniques closest to the multiply shard first: ZeRO shards what tensor parallelism leaves here.
+static void shard(Model *model, const Technique *const *technique, int count) {
+    Params *params = &model->params;
+    const Technique *owner = NULL;  // has divided what is stored among ranks: ZeRO
+    for (int i = count - 1; i >= 0; i--) {
+        int64_t before = params_elements(params);
+        if (technique[i]->shard) technique[i]->shard(model);
+        params_measure(params);
+        CHECK(!owner || params_elements(params) == before,
+              "%s shards weights that %s has already divided among ranks: list %s first",
+              technique[i]->name, owner->name, owner->name);
+        if (!owner && params->sharded) owner = technique[i];
+    }
+}
+
 bool technique_is_on(const Technique *technique, const Config *config) {
     return !technique->enabled || technique->enabled(config);
 }
@@ -255,11 +270,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     int count = techniques_on(config, techniques, enabled);
     for (int i = 0; i < count; i++)
         if (enabled[i]->recipe) enabled[i]->recipe(&t->model->params.recipe, config);
-    // The techniques closest to the multiply shard first: ZeRO shards what tensor parallelism leaves here.
-    for (int i = count - 1; i >= 0; i--) {
-        if (enabled[i]->shard) enabled[i]->shard(t->model);
-        params_measure(&t->model->params);
-    }
+    shard(t->model, enabled, count);
     model_allocate(t->model);
     for (int i = 0; i < count; i++) plug(t, enabled[i], taken);
     CHECK(!config->experts || taken[SOCKET_MLP],

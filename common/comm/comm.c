@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "comm_inside.h"
@@ -18,6 +19,7 @@ struct Comm comm = {.alone = true, .ranks = 1, .here = 1, .timeout = 300, .check
 int comm_ranks(void) { return comm.ranks; }
 int comm_rank(void) { return comm.rank; }
 const char *comm_host(int rank) { return comm.identity ? comm.identity[rank].host : "this machine"; }
+double comm_timeout(void) { return comm.timeout; }
 double comm_set_timeout(double seconds) {
     double before = comm.timeout;
     comm.timeout = seconds;
@@ -60,6 +62,22 @@ static uint64_t hash_of_file(uint64_t h, const char *path) {
     for (size_t got; (got = fread(buffer, 1, sizeof buffer, file)) > 0;) h = hash_bytes(h, buffer, got);
     fclose(file);
     return h;
+}
+
+// Which file this is, the same on all hosts that share it; if that is not known, another one on each rank.
+static uint64_t hash_of_inode(uint64_t h, const char *path) {
+    struct stat s;
+    if (stat(path, &s) != 0) return hash_bytes(h, &comm.rank, sizeof comm.rank);
+    const int64_t which[] = {(int64_t)s.st_ino, s.st_size, s.st_ctim.tv_sec, s.st_ctim.tv_nsec};
+    return hash_bytes(h, which, sizeof which);
+}
+
+bool comm_same_files(char *const *paths, int count, Group group) {
+    uint64_t which = HASH_SEED, what = HASH_SEED;
+    for (int i = 0; i < count; i++) which = hash_of_inode(which, paths[i]);
+    if (comm_same(which, group)) return true;
+    for (int i = 0; i < count; i++) what = hash_of_file(what, paths[i]);
+    return comm_same(what, group);
 }
 
 // ---- groups ----

@@ -70,13 +70,11 @@ static Watch before_call;
 
 void call_begin(void) {
     static char sentence[256];
-    double timeout = comm_set_timeout(0);
-    comm_set_timeout(timeout);
     if (!*sentence)
         snprintf(sentence, sizeof sentence,
                  "%s: rank %d: NCCL waits for a rank that does not come (twice --timeout)\n",
                  base_program(), base_rank());
-    before_call = control_watch(2 * timeout, sentence);
+    before_call = control_watch(2 * comm_timeout(), sentence);
 }
 
 void call_end(void) { control_watch_end(before_call); }

@@ -47,8 +47,11 @@ const char *notice_text(const Notice *n) {
 }
 
 const char *notice_group(const Notice *n) {
-    bool known = n->kind != FINISHED && n->group >= 1 && n->group <= comm.groups;
-    return known ? comm.group[n->group - 1].group.name : "world";
+    static char text[64];
+    if (n->kind == FINISHED || n->group == 0) return "world";
+    if (n->group <= comm.groups) return comm.group[n->group - 1].group.name;
+    snprintf(text, sizeof text, "%d (not made on rank %d)", n->group, comm.rank);
+    return text;
 }
 
 // The lower rank's call is taken as the right one.

@@ -156,6 +156,8 @@ bool transport_test(Operation *operation);
 int64_t transport_bytes(const Operation *operation);
 // What is issued to the device from now on runs after the operation. Frees it.
 void transport_end(Operation *operation);
+// For calls of the transport's own that wait for other ranks: what comm_set_timeout has set (comm.c).
+double comm_timeout(void);
 // Fatal if what moves the bytes has failed. Returns for how many seconds the device has been working on the
 // oldest operation that has not ended; 0 if there is none.
 double transport_poll(void);

@@ -267,6 +267,7 @@ void clock_begin(const char *name, DType dtype, double flops, double bytes) {
         Event *event = new_event(EVENT_OPERATION, name);
         event->flops = flops;
         event->bytes = bytes;
+        event->wall_end = event->wall;  // until it ends: a run may break in it
         event->model_end = event->model + state.model_seconds;
     }
     device_open();

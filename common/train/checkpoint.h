@@ -39,7 +39,7 @@ void checkpoint_check_place(const char *dir);
 // folder with files that do not belong to a checkpoint.
 void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progress progress);
 // The newest step-* folder in dir, or dir itself if that is a checkpoint; else fatal. Called by all ranks
-// together; fatal unless all find the same. The caller frees it.
+// together; fatal unless all find the same, with the same content (comm_same_files). The caller frees it.
 char *checkpoint_newest(const char *dir);
 // Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope, norm_eps), and
 // leaves the rest of *config, such as seq and dtype, alone. Anything that is not a Llama that this program

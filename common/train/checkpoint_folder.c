@@ -53,8 +53,8 @@ const char *folder_make(const char *path) {
     return wrong;
 }
 
-static const char *const files_of_a_checkpoint[] = {"config.json", "generation_config.json",
-                                                    "model.safetensors", "optimizer.safetensors"};
+static const char *const files_of_a_checkpoint[] = {"config.json", "generation_config.json", MODEL_FILE,
+                                                    OPTIMIZER_FILE};
 enum { FILES_OF_A_CHECKPOINT = sizeof files_of_a_checkpoint / sizeof *files_of_a_checkpoint };
 
 void folder_remove_checkpoint(const char *folder) {
@@ -124,7 +124,7 @@ void checkpoint_check_place(const char *dir) {
 
 // The run named by the weights in a folder; 0: they name none, or there are none.
 static uint64_t run_of(const char *folder) {
-    if (!folder_has(folder, "model.safetensors")) return 0;
+    if (!folder_has(folder, MODEL_FILE)) return 0;
     char *path = format_text("%s/model.safetensors", folder);
     SafeTensors file = safetensors_open(path);
     const char *text = safetensors_metadata(&file, "run");
@@ -201,6 +201,25 @@ static char *newest_here(const char *dir) {
     return newest;
 }
 
+static int is_read(const struct dirent *entry) {
+    const char *end = strrchr(entry->d_name, '.');
+    return end && (!strcmp(end, ".safetensors") || !strcmp(end, ".json"));
+}
+
+// Each rank reads the files that its host has in the folder.
+static void check_same_files(const char *folder) {
+    struct dirent **entry;
+    int count = scandir(folder, &entry, is_read, alphasort);
+    CHECK(count >= 0, "%s", file_fault("open", folder));
+    char **paths = host_alloc((size_t)count * sizeof *paths);
+    for (int i = 0; i < count; i++) paths[i] = format_text("%s/%s", folder, entry[i]->d_name);
+    CHECK(comm_same_files(paths, count, comm_world()),
+          "%s: not all ranks find the same files there: all hosts need the same checkpoint", folder);
+    for (int i = 0; i < count; i++) free(paths[i]), free(entry[i]);
+    free(paths);
+    free(entry);
+}
+
 // A run may be saving there, and a host may see an older state of a folder that it shares.
 char *checkpoint_newest(const char *dir) {
     char *newest = newest_here(dir);
@@ -211,5 +230,6 @@ char *checkpoint_newest(const char *dir) {
           "%s: step %.0f is the newest that one rank sees, and step %.0f that another sees: name one of "
           "its folders, which no run is about to replace",
           dir, most, least);
+    check_same_files(newest);
     return newest;
 }

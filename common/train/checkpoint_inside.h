@@ -1,11 +1,22 @@
-// checkpoint_inside.h: what the files of checkpoints share: checkpoint.c (what a folder holds, written and
-// read), checkpoint_folder.c (folders on the disk), checkpoint_run.c (to which run they belong),
+// checkpoint_inside.h: what the files of checkpoints share: checkpoint.c (saving), checkpoint_load.c
+// (reading), checkpoint_folder.c (folders on the disk), checkpoint_run.c (to which run they belong),
 // checkpoint_config.c (config.json) and checkpoint_weights.c (the files of the weights).
 #ifndef CHECKPOINT_INSIDE_H
 #define CHECKPOINT_INSIDE_H
 
 #include "checkpoint.h"
 #include "safetensors.h"
+
+// ---- checkpoint.c ----
+
+#define MODEL_FILE     "model.safetensors"
+#define OPTIMIZER_FILE "optimizer.safetensors"
+#define KEPT_TENSOR    "recipe"  // what the recipe knows from step to step (params.h)
+// The names of the optimizers, and the endings of the names of their tensors.
+enum { STATES = 3 };
+extern const char *const checkpoint_optimizers[], *const checkpoint_states[STATES];
+// flat is {0} if this optimizer has no such state, or none yet.
+StateTensor checkpoint_state(const Optimizer *optimizer, int unit, int which);
 
 // ---- checkpoint_folder.c ----
 
@@ -62,9 +73,6 @@ int weights_find(const WeightFiles *weights, const char *name);  // index of the
 // Fatal if a tensor is not a weight of this model. Two redundant ones are allowed: RoPE's frequencies, and
 // a tied head that is a copy of the embedding.
 void weights_check_surplus(const WeightFiles *weights, const Params *params);
-// Called by all ranks: fatal if they find different files. It reads a page of each tensor, not all of them: a
-// rank may need only a small part of large files, and those of two trainings differ everywhere.
-void weights_check_same(const WeightFiles *weights, Group world);
 void weights_close(WeightFiles *weights);
 
 #endif

@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "checkpoint_inside.h"
-#include "comm/comm.h"
 #include "files.h"
 
 enum { INDEX_MAX = 100000000 };  // bytes
@@ -100,24 +99,6 @@ void weights_check_surplus(const WeightFiles *w, const Params *params) {
             const SafeTensor *tensor = &w->file[f].tensor[i];
             if (!params_find(params, tensor->name)) check_surplus(w->path[f], w, tensor);
         }
-}
-
-void weights_check_same(const WeightFiles *w, Group world) {
-    enum { PAGE = 4096 };
-    uint64_t hash = HASH_SEED;
-    for (int f = 0; f < w->count; f++) {
-        const SafeTensors *file = &w->file[f];
-        const uint8_t *data = file->file + file->size;
-        for (int i = 0; i < file->count; i++)
-            if (file->tensor[i].data < data) data = file->tensor[i].data;
-        hash = hash_bytes(hash, file->file, (size_t)(data - file->file));  // the header
-        for (int i = 0; i < file->count; i++) {
-            const SafeTensor *tensor = &file->tensor[i];
-            hash = hash_bytes(hash, tensor->data, (size_t)(tensor->bytes < PAGE ? tensor->bytes : PAGE));
-        }
-    }
-    CHECK(comm_same(hash, world),
-          "%s: not all ranks find the same weights there: all hosts need the same files", w->name);
 }
 
 void weights_close(WeightFiles *w) {

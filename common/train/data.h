@@ -36,9 +36,8 @@ Data data_open(const char *path, int64_t vocab, int64_t seq);
 void data_close(Data *data);
 // A 64-bit hash of the data's tokens, which identifies it whatever its name. Never 0.
 uint64_t data_print(const Data *data);
-// Called by all ranks of a run: fatal if they find different data. If all see the same file, as on one
-// machine, it is not read; else each rank reads its own once, about 1.5 s per GB. print: data_print, or 0 if
-// nothing else needs it.
+// Called by all ranks of a run: fatal if they find different data (comm_same_files). print: data_print, or 0
+// if nothing else needs it.
 void data_check_same(const Data *data, uint64_t print, Group world);
 // data_open's parser, on memory (the fuzzer calls it too): returns NULL, or the sentence that says what is
 // wrong (static buffer). On success *tokens points into the bytes.

@@ -33,7 +33,7 @@ sub bugs {
 
 sub chapter_of { return substr $_[0]{file}, 0, 2 }
 
-# "chapter 02 has 51 to 83", for each chapter.
+# A line for each chapter: "chapter 02 has 51 to 83".
 sub numbers {
     my (@all) = @_;
     my (%first, %last);
@@ -41,7 +41,7 @@ sub numbers {
         $first{ chapter_of($all[$n - 1]) } //= $n;
         $last{ chapter_of($all[$n - 1]) } = $n;
     }
-    return join ', ', map { "chapter $_ has $first{$_} to $last{$_}" } sort keys %first;
+    return join '', map { "    chapter $_ has $first{$_} to $last{$_}\n" } sort keys %first;
 }
 
 sub folder_of { return "$Grade::build/hunt/$_[0]" }
@@ -95,7 +95,7 @@ sub where_it_shows {
 
 sub bug_numbered {
     my ($n, @all) = @_;
-    die "hunt which bug? make hunt N=1, to N=" . @all . ': ' . numbers(@all) . "\n"
+    die "hunt which bug? make hunt N=1, to N=" . @all . ":\n" . numbers(@all)
         if !defined $n || $n !~ /^\d+$/ || !$n || $n > @all;
     return $all[$n - 1];
 }

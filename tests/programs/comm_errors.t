@@ -32,6 +32,7 @@ ends host-count 2 "$host_count" --trust-calls
 ends parts 2 'split in other parts'
 ends all-to-all 2 'all_to_all\('
 ends order 2 'in group (red|blue) where rank . called all_reduce\(.*\) in group (red|blue)'
+ends unmade 2 'group ([0-9]+ \(not made on rank 0\)|red) where rank 0 called barrier\(\) in group world'
 ends skipped 2 'rank 2 called barrier\(\) where|where rank 2 called barrier\(\)'
 ends sends 2 \
     'rank (1|3) called send\(1024 f32 to rank .\) where rank . called send\(1024 f32 to rank (1|3)\)'

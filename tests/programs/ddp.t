@@ -74,8 +74,19 @@ if unshare -m --propagation private true 2>/dev/null; then
         { head -c $header "$ours" && tail -c +$((header + 1)) "$theirs"; } >"$work/mixed"
         mv "$work/mixed" "$theirs"
         elsewhere "$work/2" "$work/1" --init "$work/1" --no-check --steps 1 --sample 0 --eval-every 0 --seq 8
-        one_line $status -F "model.safetensors: not all ranks find the same weights there: all hosts need"
+        one_line $status -F "step-000001: not all ranks find the same files there: all hosts need the same"
         report $? "ranks that find other weights: $(cat "$err")"
+        # One byte, one constant, or a note about the run.
+        for other in weight rope state; do cp -r "$work/1/step-000001" "$work/$other"; done
+        printf x | dd of="$work/weight/model.safetensors" bs=1 seek=$((header + 100000)) conv=notrunc 2>"$err"
+        sed -i 's/"rope_theta": 10000/"rope_theta": 10001/' "$work/rope/config.json"
+        sed -i 's/"optimizer_step":"1"/"optimizer_step":"2"/' "$work/state/optimizer.safetensors"
+        for other in weight rope state; do
+            elsewhere "$work/$other" "$work/1/step-000001" --init "$work/1" --no-check --steps 1 --sample 0 \
+                --eval-every 0 --seq 8
+            one_line $status -F "step-000001: not all ranks find the same files there: all hosts need the same"
+            report $? "ranks that find other weights, by one $other: $(cat "$err")"
+        done
     fi
 else
     echo "# not checked: how ranks share memory, other data and weights: no private mounts here"

@@ -27,6 +27,22 @@ report $says_why "the log says which test is left out, and why"
     [[ $listed == 'not ok 2 - two|'*red.t*'(Wstat: '*short.t*'(Wstat: '* ]]
 report $? "a program that ran fewer tests than it planned is one more failure, and one left out none: $counts"
 
+# limited LOAD SECONDS: where the machine says that its load is this, a program of so many seconds runs within
+# a limit of one on an idle machine.
+limited() {
+    echo "$1 0.50 0.50 1/99 9" >"$work/loadavg"
+    unshare -m --propagation private bash -c 'mount --bind "$0" /proc/loadavg && source tests/programs/tap.sh
+        limit=1 run sleep $1' "$work/loadavg" "$2"
+}
+if unshare -m --propagation private true 2>/dev/null; then
+    limited 0.00 60
+    report $(($? != 124)) "a program that hangs is ended"
+    limited $((60 * $(nproc))).00 2
+    report $? "on a busy machine it may take as many times as long as processes share a core"
+else
+    echo "# not checked: how long a program may take: no private mounts here"
+fi
+
 # cmocka's own skip() prints "not ok N # SKIP", which prove counts as red, and gives no reason.
 ! grep -nw 'skip();' tests/unit/* >"$out"
 report $? "no unit test calls cmocka's skip()"

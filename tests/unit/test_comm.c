@@ -372,6 +372,10 @@ static void scenario(const char *name) {
         comm_wait(first);
         comm_wait(second);
     }
+    if (IS("unmade")) {
+        Group all = me ? comm_group("red", LINE_WORLD, (int[]){0, 1, 2, 3}, 4) : world;
+        comm_wait(comm_barrier(all));
+    }
     if (IS("skipped") && me != odd) comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
     if (IS("sends")) comm_wait(comm_send(t, me ^ 1, world));
     if (IS("receives")) comm_wait(comm_receive(t, me ^ 1, world));
