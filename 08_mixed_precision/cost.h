@@ -44,8 +44,7 @@ typedef struct CostTable {
 } CostTable;
 CostTable cost_table(const Machine *machine, const Factors *factors, double power);
 double cost_reached(const CostTable *table, WorkKind kind, double size);
-// The same as rows for clock_set_efficiency; the caller frees them.
-Efficiency *cost_table_rows(const CostTable *table, int *count);
+void cost_table_clock(const CostTable *table);  // from here on the model clock runs at these rates
 
 // ---- what is trained, on what, and how ----
 

@@ -168,7 +168,7 @@ void rules(void) {
     device_dry_run(true);
     comm_stand_for_all(true);
     say("\nThe playbook's rules, asked of the search: the fastest layout that fits 76 GB of an H100, of "
-        "all and of families\n(step +- %.0f%%; mbs x micro-batches last)\n\nStep 1: fitting a step in "
+        "all and of families\n(own steps, +- %.0f%% of other programs'; mbs x micro-batches last)\n\nStep 1: fitting a step in "
         "memory",
         100 * FITTED_MEDIAN);
     one_instance();
