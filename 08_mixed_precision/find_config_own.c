@@ -17,7 +17,8 @@
 static bool can_be_own(const Published *r) {
     const CostModel *m = &r->model;
     const CostLayout *l = &r->layout;
-    bool plain = !l->fp8 && !(l->again > 0), whole = l->etp == 1 && !(m->experts > 0 && m->dense_layers > 0);
+    bool plain = !l->fp8 && !(l->again > 0),
+         whole = l->etp == 1 && !(m->experts > 0 && m->dense_layers > 0);
     bool heads = !(m->kv_rank > 0) && fmod(m->kv_heads, l->tp) == 0 && fmod(m->heads, l->tp) == 0;
     bool stages = l->pp <= RANKS_MOST && l->pp * l->chunks <= m->layers && l->pp * l->chunks <= STAGES_MOST;
     return plain && whole && heads && stages && l->micro_batches <= MICRO_BATCHES_MOST;
