@@ -82,8 +82,8 @@ static void latent_attention_is_split_behind_its_narrow_products(void **state) {
     tp.tp = 4;
     near(cost_block_weights(&m, &alone, true), narrow + wide + norms + mlp, 0.5);
     near(cost_block_weights(&m, &tp, true), narrow + norms + (wide + mlp) / 4, 0.5);
-    near(cost_block_weights(&m, &tp, false),
-         narrow + norms + router + (wide + expert) / 4 + 256 * expert, 0.5);
+    near(cost_block_weights(&m, &tp, false), narrow + norms + router + (wide + expert) / 4 + 256 * expert,
+         0.5);
 }
 
 // What the ranks of tp store in total: the matrices once, the norms and the router on each.
