@@ -108,8 +108,8 @@ static void set_scale(Fp8Linear *f, const Model *m, const Param *p, Operand oper
     op_tile_scale(c->scale, c->scale, codes_of(f, operand), f->recipe->rule);
 }
 
-// Current scales on which ranks have agreed: they also serve W, which casts the transposes of the same x and dy.
-// Without other ranks each cast finds its own.
+// Current scales on which ranks have agreed: they also serve W, which casts the transposes of the same x and
+// dy. Without other ranks each cast finds its own.
 typedef struct Agreed {
     Tensor x, dy[3];  // of at most three weights at once
 } Agreed;
