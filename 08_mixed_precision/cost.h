@@ -92,6 +92,8 @@ typedef struct CostTime {
 } CostTime;
 CostTime cost_time(const CostModel *model, const CostLayout *layout, const Cluster *cluster,
                    const CostTable *table, const CostHabits *habits, double hidden);
+// Bytes of the fullest rank of a program that is not this book's: states, and what blocks keep.
+double cost_memory(const CostModel *model, const CostLayout *layout, const CostHabits *habits);
 double cost_parameters(const CostModel *model);         // all
 double cost_active_parameters(const CostModel *model);  // that a token meets in a multiply
 // FLOPs of a token, 6 for each weight that it meets; attention in full or as the mask leaves it.
