@@ -9,7 +9,8 @@
 // All ranks compute equally much in any layout of tokens: causal masks need no balancing. But N must divide
 // the heads. With fewer key/value heads than ranks, several ranks get the same one, each for different query
 // heads, and the parts of dK and dV are summed in f32 on the rank that has the tokens. Backward sends q, k
-// and v again rather than keep them twice, and besides d_o one number per token and head: sum(o d_o).
+// and v again, which blocks keep by tokens (DeepSpeed keeps them by heads: it sends as much as in forward),
+// and besides d_o one number per token and head: sum(o d_o).
 // Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N): (N - 1) / N times
 //     forward     n d e (2 a + 2 kv')
 //     backward    n (d e (3 a + 4 kv') + 4 a + 2 d (4 - e) kv')      the last term only if heads have copies

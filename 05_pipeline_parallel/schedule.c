@@ -204,6 +204,7 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     if (!report_that(schedule_verify(s, &fault), "%s: %s", s->name, fault.sentence))
         return report_verdict("%s", s->name);
     ScheduleTimes times = schedule_times(s, d);
+    double period_bubble, period = schedule_period(s, d, &period_bubble);
     double work = s->micro_batches * (d.F + d.B + d.W);
     char *letters = schedule_letters(s, &times, terminal_columns());
     char *title =
@@ -212,22 +213,24 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     if (svg && base_rank() == 0) schedule_svg(s, &times, title, svg);
     say("%s; F %g, B %g, W %g, F+BW %g, hop %g", title, d.F, d.B, d.W, d.pair, d.hop);
     say("%s", letters);
-    say("F2 forward of micro-batch 2 (numbered where it fits), B backward for inputs, W for weights, D both");
+    say("F2 forward of micro-batch 2 (numbered where it fits), B backward for inputs, W for weights, D "
+        "both");
     say("- a pass goes on; small letters: other stages of a rank; dots: bubble");
     say("makespan %.6g = work %.6g + bubble %.6g (%.4g%% of the work)", times.makespan, work, times.bubble,
         100 * times.bubble / work);
-    say("period   %.6g = work %.6g + bubble %.6g, if steps follow each other without a barrier",
-        times.period, work, times.period_bubble);
+    say("period   %.6g = work %.6g + bubble %.6g, if steps follow each other without a barrier", period,
+        work, period_bubble);
     show_costs(s, &times);
     show_queues(s);
     report_number(s->name, "makespan", times.makespan, "");
     report_number(s->name, "bubble", times.bubble, "");
-    report_number(s->name, "period_bubble", times.period_bubble, "");
+    report_number(s->name, "period_bubble", period_bubble, "");
     report_number(s->name, "held_to_w", schedule_most(s).held_to_w, "micro-batches");
-    double bubble = times.bubble, period = times.period_bubble, held = schedule_most(s).held_to_w;
-    int status = report_verdict("%s is sound: bubble of a step %.6g, of a period %.6g; "
-                                "%.4g micro-batches held",
-                                s->name, bubble, period, held);
+    double bubble = times.bubble, held = schedule_most(s).held_to_w;
+    int status = report_verdict(
+        "%s is sound: bubble of a step %.6g, of a period %.6g; "
+        "%.4g micro-batches held",
+        s->name, bubble, period_bubble, held);
     schedule_times_free(&times, s);
     free(letters);
     free(title);

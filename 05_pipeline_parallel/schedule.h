@@ -159,14 +159,15 @@ typedef struct ScheduleTimes {
     double *begin[RANKS_MOST], *end[RANKS_MOST];  // of each action
     double idle[RANKS_MOST];                      // makespan - what the rank computes
     double makespan;
-    double bubble;         // makespan - m (F + B + W)
-    double period;         // time per step if steps follow each other without a barrier
-    double period_bubble;  // period - m (F + B + W)
+    double bubble;  // makespan - m (F + B + W)
 } ScheduleTimes;
 
 // For a verified schedule. If durations are whole numbers, times are exact.
 ScheduleTimes schedule_times(const Schedule *schedule, Durations durations);
 void schedule_times_free(ScheduleTimes *times, const Schedule *schedule);
+// Time per step if steps follow each other without a barrier: as many steps are run as there are ranks.
+// *bubble (may be NULL): period - m (F + B + W).
+double schedule_period(const Schedule *schedule, Durations durations, double *bubble);
 
 // ---- pictures and text: schedule_picture.c, schedule_text.c ----
 

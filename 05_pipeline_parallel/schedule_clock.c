@@ -72,8 +72,11 @@ static double maximum(const double *x, int n) {
     return most;
 }
 
-// In units of 1 / stages.
-static double period_of(const Schedule *s, Durations d) {
+static double work_of(const Schedule *s, Durations d) {  // in units of 1 / stages
+    return s->stages * s->micro_batches * (d.F + d.B + d.W);
+}
+
+double schedule_period(const Schedule *s, Durations d, double *bubble) {
     int p = s->ranks;
     double a[RANKS_MOST][RANKS_MOST], power[RANKS_MOST][RANKS_MOST], next[RANKS_MOST], period = -INFINITY;
     for (int j = 0; j < p; j++) {
@@ -92,23 +95,22 @@ static double period_of(const Schedule *s, Durations d) {
             for (int i = 0; i < p; i++) power[i][j] = next[i];
         }
     }
-    return period;
+    if (bubble) *bubble = (period - work_of(s, d)) / s->stages;
+    return period / s->stages;
 }
 
 ScheduleTimes schedule_times(const Schedule *s, Durations d) {
     ScheduleTimes times = {0};
-    double now[RANKS_MOST] = {0}, work = s->stages * s->micro_batches * (d.F + d.B + d.W);
+    double now[RANKS_MOST] = {0};
     for (int r = 0; r < s->ranks; r++) {
         times.begin[r] = host_alloc(sizeof(double) * (size_t)s->list[r].count);
         times.end[r] = host_alloc(sizeof(double) * (size_t)s->list[r].count);
     }
     run(s, d, now, &times);
-    double makespan = maximum(now, s->ranks), period = period_of(s, d);
+    double makespan = maximum(now, s->ranks);
     for (int r = 0; r < s->ranks; r++) times.idle[r] = (makespan + times.idle[r]) / s->stages;
     times.makespan = makespan / s->stages;
-    times.bubble = (makespan - work) / s->stages;
-    times.period = period / s->stages;
-    times.period_bubble = (period - work) / s->stages;
+    times.bubble = (makespan - work_of(s, d)) / s->stages;
     return times;
 }
 

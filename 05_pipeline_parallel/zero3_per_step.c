@@ -51,23 +51,7 @@ static void stays(void *context, Model *m, int unit, Pass pass) {
     (void)context, (void)m, (void)unit, (void)pass;
 }
 
-static void nothing_to_gather(void *context, Model *m, int unit) { (void)context, (void)m, (void)unit; }
-
-static void free_gathered(void *context, Model *m) {
-    Zero *zero = context;
-    for (int i = 0; i < m->params.units; i++) {
-        zero_wait(&zero->gathering[i]);
-        tensor_free(&m->params.unit[i].values);
-    }
-}
-
 // ---- gradients ----
-
-static void begin(void *context, Model *m, int unit) {
-    (void)context;
-    Unit *u = &m->params.unit[unit];
-    if (!tensor_exists(u->grads)) unit_new_grads(&m->params, u);
-}
 
 // 16-bit gradients exist for one micro-batch at a time, and their sum for all.
 static void add_up(Model *m, int unit) {
@@ -108,16 +92,14 @@ static void ready(void *context, Model *m, int unit, bool last) {
 // The optimizer updates only parts: whole weights are past their last W, and would soon be out of date.
 static void finish(void *context, Model *m) {
     end_reduction(m, context);
-    free_gathered(context, m);
+    m->sockets.parameters.complete(m->sockets.parameters.context, m);  // zero3.c's: frees all
 }
 
 static void *plug(Model *m) {
-    Zero *zero = zero2_plug(m);
+    // Its other sockets stay: a gradient is made where there is none, what was gathered is freed at the end.
+    Zero *zero = zero3.plug(m);
     m->sockets.parameters.acquire = acquire;
     m->sockets.parameters.release = stays;
-    m->sockets.parameters.stepped = nothing_to_gather;
-    m->sockets.parameters.complete = free_gathered;
-    m->sockets.gradients.begin = begin;
     m->sockets.gradients.ready = ready;
     m->sockets.gradients.finish = finish;
     return zero;

@@ -23,6 +23,7 @@
 // Last line: PASS zero_bubble_auto: stages on several ranks reproduce the single-device step …
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "schedule.h"
 
@@ -115,20 +116,28 @@ static void simulate(Simulation *sim, double *ends) {
 // The better of two schedules; the other one is freed.
 typedef struct Best {
     Schedule schedule;
-    double makespan, period;
+    double makespan;
 } Best;
 
+static bool same(const Schedule *s, const Schedule *t) {
+    for (int r = 0; r < s->ranks; r++)
+        for (int i = 0; i < s->list[r].count; i++)  // one pass an action, of one stage
+            if (memcmp(s->list[r].action[i].pass, t->list[r].action[i].pass, sizeof(StagePass)))
+                return false;
+    return true;
+}
+
+// Most choices lead to few schedules, and a period takes long.
 static void keep_better(Best *best, Schedule s, Durations d) {
     ScheduleTimes times = schedule_times(&s, d);
-    bool tie = times.makespan == best->makespan, better = times.makespan < best->makespan;
-    if (better || (tie && times.period < best->period)) {
-        if (best->schedule.list) schedule_free(&best->schedule);
-        *best = (Best){s, times.makespan, times.period};
-        schedule_times_free(&times, &s);
-    } else {
-        schedule_times_free(&times, &s);
-        schedule_free(&s);
-    }
+    double makespan = times.makespan;
+    schedule_times_free(&times, &s);
+    bool better = makespan < best->makespan;
+    if (makespan == best->makespan && !same(&s, &best->schedule))
+        better = schedule_period(&s, d, NULL) < schedule_period(&best->schedule, d, NULL);
+    Schedule worse = better ? best->schedule : s;
+    if (better) *best = (Best){s, makespan};
+    if (worse.list) schedule_free(&worse);
 }
 
 // ZB-H1 and ZB-H2 compete as well, if memory has room for them. Of equally short steps the one with the

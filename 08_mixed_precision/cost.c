@@ -15,12 +15,12 @@
 
 // ---- what a model has ----
 
+// Of all blocks, with so many of their experts; the router is of all experts.
 static double weights(const CostModel *m, double experts) {
     const CostLayout one = {.tp = 1, .ep = 1, .etp = 1};
-    CostModel met = *m;
-    met.experts = experts;
-    double block = cost_block_weights(&met, &one, false), dense = m->dense_layers;
-    double plain = dense > 0 ? cost_block_weights(&met, &one, true) : 0;
+    double block = cost_block_weights(m, &one, false), dense = m->dense_layers;
+    if (experts < m->experts) block -= cost_expert_weights(m, &one) * (1 - experts / m->experts);
+    double plain = dense > 0 ? cost_block_weights(m, &one, true) : 0;
     return (m->layers - dense) * block + dense * plain;
 }
 
@@ -68,7 +68,7 @@ static void add_again(const Pricing *p, Stage *s, const Passes *block, double la
         more.memory = once.memory;
         more.ep = l->again > 0.75 ? once.ep : 0;
     }
-    if (l->sp) more.tp /= 2;  // what leaves a region is not needed
+    if (l->sp) more.tp *= 3.0 / 4;  // backward reads nothing behind the block's last reduce-scatter
     parts_add(&s->parts, &more, layers);
 }
 

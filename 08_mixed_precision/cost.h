@@ -44,8 +44,7 @@ typedef struct CostTable {
 } CostTable;
 CostTable cost_table(const Machine *machine, const Factors *factors, double power);
 double cost_reached(const CostTable *table, WorkKind kind, double size);
-// The same as rows for clock_set_efficiency; the caller frees them.
-Efficiency *cost_table_rows(const CostTable *table, int *count);
+void cost_table_clock(const CostTable *table);  // from here on the model clock runs at these rates
 
 // ---- what is trained, on what, and how ----
 
@@ -93,6 +92,8 @@ typedef struct CostTime {
 } CostTime;
 CostTime cost_time(const CostModel *model, const CostLayout *layout, const Cluster *cluster,
                    const CostTable *table, const CostHabits *habits, double hidden);
+// Bytes of the fullest rank of a program that is not this book's: states, and what blocks keep.
+double cost_memory(const CostModel *model, const CostLayout *layout, const CostHabits *habits);
 double cost_parameters(const CostModel *model);         // all
 double cost_active_parameters(const CostModel *model);  // that a token meets in a multiply
 // FLOPs of a token, 6 for each weight that it meets; attention in full or as the mask leaves it.

@@ -5,8 +5,6 @@
 // many micro-batches as 1F1B has in flight on the first stage. Where a source does not give its settings,
 // the estimate rules out those that do not fit. This book's own bytes come from its records (cost_lone.c).
 // This file has no main.
-#include "cost_memory.h"
-
 #include <math.h>
 
 #include "cost_block.h"

@@ -67,12 +67,14 @@ CostTable cost_table(const Machine *machine, const Factors *factors, double powe
     return table;
 }
 
-Efficiency *cost_table_rows(const CostTable *table, int *count) {
-    *count = EFFICIENCY_STEPS + 1;
-    Efficiency *row = host_alloc((size_t)*count * sizeof *row);
+void cost_table_clock(const CostTable *table) {
+    static Machine machine;  // the clock keeps pointers
+    static Efficiency row[EFFICIENCY_STEPS + 1];
+    machine = table->machine;
     for (int i = 0; i < EFFICIENCY_STEPS; i++)
         row[i] = (Efficiency){WORK_MATMUL, i ? exp2(EFFICIENCY_FIRST + i / 2.0) : 0,
                               table->reached[WORK_MATMUL][i]};
     row[EFFICIENCY_STEPS] = (Efficiency){WORK_ATTENTION, 0, table->reached[WORK_ATTENTION][0]};
-    return row;
+    clock_set_machine(&machine);
+    clock_set_efficiency(row, EFFICIENCY_STEPS + 1);
 }

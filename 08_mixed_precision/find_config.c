@@ -10,8 +10,9 @@
 //     the best of them       clocked: one stage by dry steps of few layers, several by a walk through the
 //                            schedule (cost_lone_step.c)
 //
-// How far to trust it: each series of published runs (published.csv) is predicted by factors fitted without
-// it, and the median error of these predictions is printed beside the step's time.
+// How far to trust it: each published run (published.csv) that this book's programs could make is priced as
+// the search would, with factors fitted without its series; the median error is printed beside the step's
+// time.
 //
 // Bytes sent and memory per rank: the sums of the records' closed forms.
 // Run: build/08_mixed_precision/find_config --model llama-3-70b --gpus 512 --batch-tokens 4M --seq 8192
@@ -53,15 +54,9 @@ static Goal goal_of(const Config *c, int64_t gpus, const char *batch) {
 
 // From here on the model clock runs at the speed that real programs reach on this machine.
 static void reach(const char *machine) {
-    static CostTable table;
-    static Efficiency *rows;
     Factors fitted = factors_fitted();
-    int count;
-    table = cost_table(machine_find(machine), &fitted, 1);
-    free(rows);
-    rows = cost_table_rows(&table, &count);
-    clock_set_machine(&table.machine);
-    clock_set_efficiency(rows, count);
+    CostTable table = cost_table(machine_find(machine), &fitted, 1);
+    cost_table_clock(&table);
 }
 
 // With the best sharding, all GPUs together hold the states of one model.

@@ -32,6 +32,12 @@ Runs runs_read(const char *path);
 // Seconds that the factors predict; what is open is filled with the fastest that fits into memory.
 CostTime run_predict(Published *run, const Factors *factors);
 
+// ---- find_config_own.c ----
+
+// Seconds of a step of this book's own programs, as the search clocks it, with the run's model and layout;
+// NAN: they have no such layout. A dry run in which this process stands for all ranks.
+double run_own_step(const Published *run, const Factors *factors);
+
 // ---- find_config_fit.c ----
 
 // Fits the factors from where they are, on runs whose series is not `without` (NULL: on all).

@@ -176,8 +176,8 @@ void heat_map(const char *file, const char *machine) {
     fprintf(out,
             "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 860 430' font-family='sans-serif' "
             "font-size='11'>\n<rect width='860' height='430' fill='white'/>\n<text x='70' y='18'>fastest "
-            "layouts, 1M tokens a step, s = 4096, %s; predicted, median error %.0f%% on runs not "
-            "seen</text>\n",
+            "layouts, 1M tokens a step, s = 4096, %s; this book's own steps, in the median "
+            "%.0f%% off published ones</text>\n",
             machine, 100 * FITTED_MEDIAN);
     for (int column = 0; column < NODES; column++)
         fprintf(out, "<text x='%d' y='42'>%d node%s</text>\n", 90 + 110 * column, 1 << column,

@@ -1,9 +1,10 @@
 // find_config_published.c: predicted times compared with published ones, and the errors of the cost model.
 // Playbook: "Benchmarking thousands of configurations".
 //
-// There are three columns of errors: with factors fitted to all runs; with factors fitted to all series but
-// the run's own, which shows what a prediction is worth; and with a constant share of the peak for each kind
-// of GPU, which needs no model. This file has no main: find_config.c uses it.
+// There are four columns of errors: with factors fitted to all runs; with factors fitted to all series but
+// the run's own, which shows what a prediction is worth; with these factors, but as a step of this book's own
+// programs (find_config_own.c), which shows what the search's figures are worth; and with a constant share of
+// the peak for each kind of GPU, which needs no model. This file has no main: find_config.c uses it.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +14,7 @@
 #include "report/report.h"
 
 typedef struct Judged {
-    double all, left_out, constant;  // predicted / published - 1
+    double all, left_out, own, constant;  // predicted / published - 1
     CostTime time;
 } Judged;
 
@@ -65,6 +66,7 @@ static Judged *judge(Runs *runs, const Factors *fitted) {
         if (first == i && series > FACTORS) fit(&without[i], runs, r->series);
         double seconds = run_predict(r, &without[i]).step;
         judged[i].left_out = series > FACTORS ? seconds / r->seconds - 1 : NAN;
+        judged[i].own = series > FACTORS ? run_own_step(r, &without[i]) / r->seconds - 1 : NAN;
         judged[i].constant = share_of(r) / constant_share(runs, r) - 1;
     }
     for (int i = 0; i < runs->count; i++) {  // last, so that open settings are filled by the whole fit
@@ -89,13 +91,15 @@ static const char *filled_text(const Published *r) {
 }
 
 static void print_rows(const Runs *runs, const Judged *judged) {
-    say("\n%-5s %-12s %10s %10s %8s %9s %9s  %s", "run", "kind", "published", "predicted", "fitted",
-        "left out", "constant", "filled");
+    say("\n%-5s %-12s %10s %10s %8s %9s %9s %9s  %s", "run", "kind", "published", "predicted", "fitted",
+        "left out", "own step", "constant", "filled");
     for (int i = 0; i < runs->count; i++) {
         const Published *r = &runs->run[i];
-        say("%-5s %-12s %8.3f s %8.3f s %+7.1f%% %+8.1f%% %+8.1f%%  %s", r->id, r->kind, r->seconds,
-            judged[i].time.step, 100 * judged[i].all, 100 * judged[i].left_out, 100 * judged[i].constant,
-            filled_text(r));
+        char own[16] = "-";
+        if (!isnan(judged[i].own)) snprintf(own, sizeof own, "%+.1f%%", 100 * judged[i].own);
+        say("%-5s %-12s %8.3f s %8.3f s %+7.1f%% %+8.1f%% %9s %+8.1f%%  %s", r->id, r->kind, r->seconds,
+            judged[i].time.step, 100 * judged[i].all, 100 * judged[i].left_out, own,
+            100 * judged[i].constant, filled_text(r));
         report_number(r->id, "published", r->seconds, "s");
         report_number(r->id, "predicted", judged[i].time.step, "s");
         report_number(r->id, "error of the fit", judged[i].all, "");
@@ -186,19 +190,19 @@ static void print_factors(const Factors *fitted) {
     }
 }
 
-static void write_fitted(const char *file, const Factors *fitted, Summary left_out) {
+static void write_fitted(const char *file, const Factors *fitted, Summary own) {
     FILE *out = output_open("--fitted", file);
     fprintf(
         out,
-        "// fitted.h: the factors of cost_table.c, and how far off they are on runs that they have not\n"
-        "// seen, as find_config has written it:\n"
+        "// fitted.h: the factors of cost_table.c, and how far off the search's steps are with them on\n"
+        "// published runs that they have not seen (find_config_own.c), as find_config has written it:\n"
         "//     find_config --runs 08_mixed_precision/published.csv --fit --fitted FILE\n"
         "#ifndef FITTED_H\n#define FITTED_H\n\n#define FITTED_FACTORS {");
     for (int i = 0; i < FACTORS; i++) fprintf(out, "%s%.4g", i ? ", " : "", fitted->value[i]);
     fprintf(out,
             "}\n#define FITTED_RUNS %d\n#define FITTED_MEDIAN %.3f  // errors of a step's seconds\n"
             "#define FITTED_WORST %.3f\n\n#endif\n",
-            left_out.count, left_out.median, left_out.worst);
+            own.count, own.median, own.worst);
     output_close(out, "--fitted", file);
 }
 
@@ -212,11 +216,15 @@ void runs_report(Runs *runs, bool refit, const char *fitted_file) {
     Factors fitted = refit ? factors_guessed() : factors_fitted();
     if (refit) fit(&fitted, runs, NULL);
     print_factors(&fitted);
+    device_dry_run(true);
+    comm_stand_for_all(true);
     Judged *judged = judge(runs, &fitted);
     print_rows(runs, judged);
     Summary ratios = print_ratios(runs, judged);
-    double *errors = host_alloc(3 * (size_t)runs->count * sizeof *errors);
+    double *errors = host_alloc(4 * (size_t)runs->count * sizeof *errors);
+    int owns = 0;
     for (int i = 0; i < runs->count; i++) {
+        if (!isnan(judged[i].own)) errors[3 * runs->count + owns++] = judged[i].own;
         errors[i] = judged[i].all;
         errors[runs->count + i] = judged[i].left_out;
         errors[2 * runs->count + i] = judged[i].constant;
@@ -224,9 +232,10 @@ void runs_report(Runs *runs, bool refit, const char *fitted_file) {
     say("\n  %-34s %3s %9s %9s %12s", "", "", "median", "worst", "within 20%");
     print_summary(refit ? "fitted on these" : "as fitted on published.csv",
                   summary_of(errors, runs->count));
-    Summary left_out = summary_of(errors + runs->count, runs->count);
-    print_summary("its series left out of the fit", left_out);
-    if (fitted_file) write_fitted(fitted_file, &fitted, left_out);
+    print_summary("its series left out of the fit", summary_of(errors + runs->count, runs->count));
+    Summary own = summary_of(errors + 3 * runs->count, owns);
+    print_summary("the same, as this book's own step", own);
+    if (fitted_file) write_fitted(fitted_file, &fitted, own);
     print_summary("constant share of a GPU's peak", summary_of(errors + 2 * runs->count, runs->count));
     print_summary("ratios of partners", ratios);
     print_kinds(runs, judged);

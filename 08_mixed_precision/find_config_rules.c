@@ -168,8 +168,8 @@ void rules(void) {
     device_dry_run(true);
     comm_stand_for_all(true);
     say("\nThe playbook's rules, asked of the search: the fastest layout that fits 76 GB of an H100, of "
-        "all and of families\n(step +- %.0f%%; mbs x micro-batches last)\n\nStep 1: fitting a step in "
-        "memory",
+        "all and of families\n(this book's own steps, +- %.0f%%; mbs x micro-batches last)\n\nStep 1: "
+        "fitting a step in memory",
         100 * FITTED_MEDIAN);
     one_instance();
     many_gpus();

@@ -14,7 +14,6 @@
 #include <string.h>
 #include <strings.h>
 
-#include "cost_memory.h"
 #include "files.h"
 #include "find_config.h"
 

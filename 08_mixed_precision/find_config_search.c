@@ -303,11 +303,14 @@ static void report_found(const Goal *goal, const Found *f, int place) {
 }
 
 void search_print(const Goal *goal, const Search *s) {
-    say("\n%lld legal layouts, %lld of them fit into %s of a GPU; the best, clocked. Of step and MFU trust "
-        "+- %.0f%%:\nthe median error on %d published runs that the fit had not seen, at worst %.0f%%. 2s: "
-        "tp 2 with sequence\nparallelism; 1f1b/5: interleaved, 5 chunks.\n",
-        (long long)s->legal, (long long)s->fit, bytes_text(goal->memory), 100 * FITTED_MEDIAN, FITTED_RUNS,
-        100 * FITTED_WORST);
+    say("\n%lld legal layouts, %lld of them fit into %s of a GPU; the best, clocked as this book's own "
+        "steps.",
+        (long long)s->legal, (long long)s->fit, bytes_text(goal->memory));
+    say("Such a step is off by %.0f%% in the median, and at worst by %.0f%%, from %d published runs of "
+        "other",
+        100 * FITTED_MEDIAN, 100 * FITTED_WORST, FITTED_RUNS);
+    say("programs, which the fit had not seen. 2s: tp 2 with sequence parallelism; 1f1b/5: interleaved, 5 "
+        "chunks.\n");
     report_number("errors", "median", FITTED_MEDIAN, "");
     report_number("errors", "worst", FITTED_WORST, "");
     say("  %3s %3s %3s %4s %3s %4s %4s %5s %-8s %-5s %8s %9s %5s  %s", "tp", "cp", "pp", "dp", "ep", "zero",

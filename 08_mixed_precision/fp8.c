@@ -17,8 +17,8 @@
 //
 // A CPU multiplies codes without error: a recipe changes only the casts and the sums.
 // Bytes sent: one all-reduce a step, of 3 numbers for each parameter tensor (te-delayed); one number for each
-// cast of a tensor that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire ZeRO-3's
-// weights and --sp's rows are sent in 8 bits, with a scale for each 128.
+// tensor that is cast and that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire
+// ZeRO-3's weights and --sp's rows are sent in 8 bits, with a scale for each 128.
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
 // Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: the ranks reproduce the single-device step …

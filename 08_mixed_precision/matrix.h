@@ -5,27 +5,27 @@
 #include "five_d.h"
 
 // What a cell is made of. The first nine are walked; the last ones take turns from cell to cell.
-typedef enum Factor {
-    FACTOR_DP,
-    FACTOR_PP,
-    FACTOR_CP,
-    FACTOR_TP,
-    FACTOR_EP,  // 0: a dense model
-    FACTOR_ZERO,
-    FACTOR_SP,
-    FACTOR_RECOMPUTE,
-    FACTOR_PRECISION,
-    FACTORS_WALKED,
-    FACTOR_SCHEDULE = FACTORS_WALKED,
-    FACTOR_CONTEXT,
-    FACTOR_VOCAB,
-    FACTOR_TIED,
-    FACTORS
-} Factor;
+typedef enum Flag {
+    FLAG_DP,
+    FLAG_PP,
+    FLAG_CP,
+    FLAG_TP,
+    FLAG_EP,  // 0: a dense model
+    FLAG_ZERO,
+    FLAG_SP,
+    FLAG_RECOMPUTE,
+    FLAG_PRECISION,
+    FLAGS_WALKED,
+    FLAG_SCHEDULE = FLAGS_WALKED,
+    FLAG_CONTEXT,
+    FLAG_VOCAB,
+    FLAG_TIED,
+    FLAGS
+} Flag;
 
 typedef struct Cell {
     int64_t number;
-    int choice[FACTORS];  // index of a value
+    int choice[FLAGS];  // index of a value
 } Cell;
 
 // matrix_cells.c

@@ -15,24 +15,24 @@ typedef struct Values {
     const char *flag, *value[MOST_CHOICES];  // value[0]: the default
 } Values;
 
-static const Values values[FACTORS] = {
-    [FACTOR_DP] = {"--dp", {"1", "2", "3", "4"}},
-    [FACTOR_PP] = {"--pp", {"1", "2", "3", "4"}},
-    [FACTOR_CP] = {"--cp", {"1", "2", "3", "4"}},
-    [FACTOR_TP] = {"--tp", {"1", "2", "3", "4"}},
-    [FACTOR_EP] = {"--experts 4 --ep", {"", "1", "2", "4"}},
-    [FACTOR_ZERO] = {"--zero", {"0", "1", "2", "3", "hybrid"}},
-    [FACTOR_SP] = {"--sp", {"", ""}},
-    [FACTOR_RECOMPUTE] = {"--recompute", {"none", "selective", "full"}},
-    [FACTOR_PRECISION] = {"--dtype",
-                          {"f64", "f32", "bf16", "f16 --loss-scale dynamic", "bf16 --master none",
-                           "f64 --fp8 te-delayed"}},
-    [FACTOR_SCHEDULE] = {"--schedule",
-                         {"one_f_one_b", "afab", "interleaved", "zb_h1", "zb_h2", "zb_v", "zb_auto",
-                          "dualpipe", "dualpipe_v"}},
-    [FACTOR_CONTEXT] = {"--context", {"ring", "zigzag", "all-gather", "ulysses"}},
-    [FACTOR_VOCAB] = {"--vocab-parallel", {"", ""}},
-    [FACTOR_TIED] = {"--tied", {"", ""}},
+static const Values values[FLAGS] = {
+    [FLAG_DP] = {"--dp", {"1", "2", "3", "4"}},
+    [FLAG_PP] = {"--pp", {"1", "2", "3", "4"}},
+    [FLAG_CP] = {"--cp", {"1", "2", "3", "4"}},
+    [FLAG_TP] = {"--tp", {"1", "2", "3", "4"}},
+    [FLAG_EP] = {"--experts 4 --ep", {"", "1", "2", "4"}},
+    [FLAG_ZERO] = {"--zero", {"0", "1", "2", "3", "hybrid"}},
+    [FLAG_SP] = {"--sp", {"", ""}},
+    [FLAG_RECOMPUTE] = {"--recompute", {"none", "selective", "full"}},
+    [FLAG_PRECISION] = {"--dtype",
+                        {"f64", "f32", "bf16", "f16 --loss-scale dynamic", "bf16 --master none",
+                         "f64 --fp8 te-delayed"}},
+    [FLAG_SCHEDULE] = {"--schedule",
+                       {"one_f_one_b", "afab", "interleaved", "zb_h1", "zb_h2", "zb_v", "zb_auto",
+                        "dualpipe", "dualpipe_v"}},
+    [FLAG_CONTEXT] = {"--context", {"ring", "zigzag", "all-gather", "ulysses"}},
+    [FLAG_VOCAB] = {"--vocab-parallel", {"", ""}},
+    [FLAG_TIED] = {"--tied", {"", ""}},
 };
 static const ScheduleKind schedules[] = {ONE_F_ONE_B, AFAB,    INTERLEAVED, ZB_H1,     ZB_H2,
                                          ZB_V,        ZB_AUTO, DUALPIPE,    DUALPIPE_V};
@@ -43,46 +43,45 @@ static const struct {
 } precisions[] = {{F64, false, 0}, {F32, false, 0}, {BF16, false, 0},
                   {F16, false, 0}, {BF16, true, 0}, {F64, false, TE_DELAYED}};
 
-static int choices(Factor factor) {
+static int choices(Flag flag) {
     int count = 0;
-    while (count < MOST_CHOICES && values[factor].value[count]) count++;
+    while (count < MOST_CHOICES && values[flag].value[count]) count++;
     return count;
 }
 
 int64_t matrix_cells(void) {
     int64_t cells = 1;
-    for (Factor i = 0; i < FACTORS_WALKED; i++) cells *= choices(i);
+    for (Flag i = 0; i < FLAGS_WALKED; i++) cells *= choices(i);
     return cells;
 }
 
 Cell matrix_cell(int64_t number) {
     Cell cell = {.number = number};
     int64_t rest = number;
-    for (Factor i = 0; i < FACTORS_WALKED; i++) {
+    for (Flag i = 0; i < FLAGS_WALKED; i++) {
         cell.choice[i] = (int)(rest % choices(i));
         rest /= choices(i);
     }
-    for (Factor i = FACTORS_WALKED; i < FACTORS; i++)
+    for (Flag i = FLAGS_WALKED; i < FLAGS; i++)
         cell.choice[i] =
-            (int)(rng_uniform(1, RNG_TEST, (uint64_t)(number * FACTORS + i)) * (double)choices(i));
-    if (cell.choice[FACTOR_PP] == 0) cell.choice[FACTOR_SCHEDULE] = 0;
-    if (cell.choice[FACTOR_CP] == 0) cell.choice[FACTOR_CONTEXT] = 0;
-    if (cell.choice[FACTOR_TP] == 0) cell.choice[FACTOR_VOCAB] = 0;
+            (int)(rng_uniform(1, RNG_TEST, (uint64_t)(number * FLAGS + i)) * (double)choices(i));
+    if (cell.choice[FLAG_PP] == 0) cell.choice[FLAG_SCHEDULE] = 0;
+    if (cell.choice[FLAG_CP] == 0) cell.choice[FLAG_CONTEXT] = 0;
+    if (cell.choice[FLAG_TP] == 0) cell.choice[FLAG_VOCAB] = 0;
     return cell;
 }
 
 int matrix_ranks(const Cell *cell) {
     const int *choice = cell->choice;
-    return (choice[FACTOR_DP] + 1) * (choice[FACTOR_PP] + 1) * (choice[FACTOR_CP] + 1) *
-           (choice[FACTOR_TP] + 1);
+    return (choice[FLAG_DP] + 1) * (choice[FLAG_PP] + 1) * (choice[FLAG_CP] + 1) * (choice[FLAG_TP] + 1);
 }
 
 // ---- as a run ----
 
 // Each stage needs a layer, except the last, which has the head.
 static int64_t layers_of(const Cell *cell) {
-    ScheduleKind kind = schedules[cell->choice[FACTOR_SCHEDULE]];
-    int64_t pp = cell->choice[FACTOR_PP] + 1;
+    ScheduleKind kind = schedules[cell->choice[FLAG_SCHEDULE]];
+    int64_t pp = cell->choice[FLAG_PP] + 1;
     bool two = kind == INTERLEAVED || kind == ZB_V || kind == DUALPIPE_V;
     return pp == 1 ? 2 : (two ? 2 : 1) * pp - (pp > 2);
 }
@@ -96,23 +95,23 @@ Config matrix_config(const Cell *cell) {
             "hidden=48 heads=24 ffn=48 vocab=257 micro-batch=1 steps=2 optimizer=sgd lr=0.1 clip=0.5");
     Config c = base;
     const int *choice = cell->choice;
-    c.dp = choice[FACTOR_DP] + 1, c.pp = choice[FACTOR_PP] + 1;
-    c.cp = choice[FACTOR_CP] + 1, c.tp = choice[FACTOR_TP] + 1;
-    c.dtype = precisions[choice[FACTOR_PRECISION]].dtype;
-    c.recompute = choice[FACTOR_RECOMPUTE];
-    c.tied = choice[FACTOR_TIED];
+    c.dp = choice[FLAG_DP] + 1, c.pp = choice[FLAG_PP] + 1;
+    c.cp = choice[FLAG_CP] + 1, c.tp = choice[FLAG_TP] + 1;
+    c.dtype = precisions[choice[FLAG_PRECISION]].dtype;
+    c.recompute = choice[FLAG_RECOMPUTE];
+    c.tied = choice[FLAG_TIED];
     c.layers = layers_of(cell);
     c.kv_heads = c.tp == 3 ? 3 : 2;
     c.grad_acc = c.dp == 4 ? 2 : 6 / c.dp;
     c.seq = 13;
-    if (choice[FACTOR_EP]) {
+    if (choice[FLAG_EP]) {
         c.seq = 24;  // what 2 cp divides
         c.experts = 4;
         c.top_k = c.dtype == F64 ? 2 : 4;  // a rounded score must not change which experts are chosen
-        c.ep = 1 << (choice[FACTOR_EP] - 1);
+        c.ep = 1 << (choice[FLAG_EP] - 1);
     }
-    config_set(&c, "master", precisions[choice[FACTOR_PRECISION]].no_masters);
-    config_set(&c, "fp8", precisions[choice[FACTOR_PRECISION]].fp8);
+    config_set(&c, "master", precisions[choice[FLAG_PRECISION]].no_masters);
+    config_set(&c, "fp8", precisions[choice[FLAG_PRECISION]].fp8);
     config_set(&c, "loss-scale", 2);  // dynamic
     config_set(&c, "scale", 1024);
     config_set(&c, "scale-interval", 2000);
@@ -120,11 +119,11 @@ Config matrix_config(const Cell *cell) {
     config_set(&c, "documents", -1);
     config_set(&c, "chunks", 2);
     config_set(&c, "shard-ranks", c.dp * c.cp % 2 == 0 ? 2 : 0);
-    config_set(&c, "zero", choice[FACTOR_ZERO]);
-    config_set(&c, "sp", choice[FACTOR_SP]);
-    config_set(&c, "schedule", schedules[choice[FACTOR_SCHEDULE]]);
-    config_set(&c, "context", choice[FACTOR_CONTEXT]);
-    config_set(&c, "vocab-parallel", choice[FACTOR_VOCAB]);
+    config_set(&c, "zero", choice[FLAG_ZERO]);
+    config_set(&c, "sp", choice[FLAG_SP]);
+    config_set(&c, "schedule", schedules[choice[FLAG_SCHEDULE]]);
+    config_set(&c, "context", choice[FLAG_CONTEXT]);
+    config_set(&c, "vocab-parallel", choice[FLAG_VOCAB]);
     return c;
 }
 
@@ -132,7 +131,7 @@ const char *matrix_text(const Cell *cell) {
     static char text[256];
     int used = 0;
     text[0] = '\0';
-    for (Factor i = 0; i < FACTORS; i++) {
+    for (Flag i = 0; i < FLAGS; i++) {
         const Values *v = &values[i];
         if (cell->choice[i] == 0) continue;
         const char *value = v->value[cell->choice[i]];
@@ -144,14 +143,14 @@ const char *matrix_text(const Cell *cell) {
 
 // ---- pairs ----
 
-enum { MOST_VALUES = FACTORS * MOST_CHOICES, CANDIDATES = 64 };
+enum { MOST_VALUES = FLAGS * MOST_CHOICES, CANDIDATES = 64 };
 typedef bool Pairs[MOST_VALUES][MOST_VALUES];
 
 // Pairs of this cell that are not yet `met`; meets them if asked to.
 static int new_pairs(const Cell *cell, Pairs met, bool meet) {
     int count = 0;
-    for (Factor i = 0; i < FACTORS; i++)
-        for (Factor j = 0; j < i; j++) {
+    for (Flag i = 0; i < FLAGS; i++)
+        for (Flag j = 0; j < i; j++) {
             bool *pair = &met[i * MOST_CHOICES + (unsigned)cell->choice[i]]
                              [j * MOST_CHOICES + (unsigned)cell->choice[j]];
             count += !*pair;

@@ -8,7 +8,8 @@
 // Three ways to a scale:
 //
 //     of each tile     from the tile's own amax; tiles of x and dy lie along the inner dimension
-//     current          of the whole tensor: the largest amax of all ranks that have a part of it (tp, cp)
+//     current          of the whole tensor: the largest amax of all ranks that have a part of it (tp, cp),
+//                      kept for the cast of its transpose
 //     delayed          of the whole tensor: the largest amax of the last steps, on any rank. One message a
 //                      step, and a cast need not wait for its own amax (Transformer Engine records that in
 //                      the same read; note_amax here reads the tensor again)
@@ -69,9 +70,12 @@ static MemoryKind kind_of(const Fp8Linear *f, Operand operand) {
     return operand == OPERAND_W && f->keeps_casts ? MEMORY_PARAMETER : MEMORY_ACTIVATION;
 }
 
-// amax of a tensor of which ranks have parts: columns over tp, rows over cp.
-static void largest_of_ranks(const Model *m, Tensor amax, Operand operand) {
-    if (m->mesh.tp.size > 1) comm_wait(comm_all_reduce(amax, REDUCE_MAX, m->mesh.tp));
+// amax of a tensor of which ranks have parts: columns over tp, if they are sharded (dy has W's outputs, x its
+// inputs), rows over cp.
+static void largest_of_ranks(const Model *m, const Param *p, Tensor amax, Operand operand) {
+    bool outputs = p->shape[0] < p->full[0], inputs = p->shape[1] < p->full[1];
+    bool columns = (outputs && operand != OPERAND_X) || (inputs && operand != OPERAND_DY);
+    if (columns) comm_wait(comm_all_reduce(amax, REDUCE_MAX, m->mesh.tp));
     if (m->mesh.cp.size > 1 && operand != OPERAND_W)
         comm_wait(comm_all_reduce(amax, REDUCE_MAX, m->mesh.cp));
 }
@@ -92,23 +96,50 @@ static Codes codes_new(const Fp8Linear *f, Operand operand, int64_t rows, int64_
 }
 
 // The scales of x, or of its transpose, by the recipe.
-static void set_scale(Fp8Linear *f, const Model *m, const Param *p, Operand operand, const Codes *c, Tensor x,
-                      bool turned) {
+static void set_scale(Fp8Linear *f, const Model *m, const Param *p, Operand operand, const Codes *c,
+                      Tensor x, bool turned) {
     if (is_delayed(f)) {
         op_copy(c->scale, tensor_view(f->scale, slot_of(m, p, operand), SHAPE(1, 1)));
         return;
     }
     op_fill(c->scale, 0);
     op_tile_amax(c->scale, x, turned, c->tile);
-    if (!f->tile.columns) largest_of_ranks(m, c->scale, operand);
+    if (!f->tile.columns) largest_of_ranks(m, p, c->scale, operand);
     op_tile_scale(c->scale, c->scale, codes_of(f, operand), f->recipe->rule);
 }
 
-static Codes new_codes(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x,
-                       bool turned) {
+// Current scales on which ranks have agreed: they also serve W, which casts the transposes of the same x and
+// dy. Without other ranks each cast finds its own.
+typedef struct Agreed {
+    Tensor x, dy[3];  // of at most three weights at once
+} Agreed;
+
+static Agreed *agreed_of(const Fp8Linear *f, const Model *m, void **kept) {
+    if (is_delayed(f) || f->tile.columns || m->mesh.tp.size * m->mesh.cp.size == 1) return NULL;
+    if (!*kept) *kept = calloc(1, sizeof(Agreed));
+    CHECK(*kept, "out of host memory for the scales of a linear");
+    return *kept;
+}
+
+static void drop(void *context, void **kept) {
+    (void)context;
+    Agreed *agreed = *kept;
+    if (!agreed) return;
+    tensor_free(&agreed->x);
+    for (int i = 0; i < 3; i++) tensor_free(&agreed->dy[i]);
+    free(agreed);
+    *kept = NULL;
+}
+
+// agreed: NULL, or where the scale is kept, if one has been found.
+static Codes new_codes(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x, bool turned,
+                       Tensor *agreed) {
     int64_t rows = tensor_rows(x), columns = tensor_columns(x);
-    Codes c = codes_new(f, operand, turned ? columns : rows, turned ? rows : columns, (Tensor){0});
-    set_scale(f, m, p, operand, &c, x, turned);
+    bool known = agreed && tensor_exists(*agreed);
+    Codes c = codes_new(f, operand, turned ? columns : rows, turned ? rows : columns,
+                        known ? *agreed : (Tensor){0});
+    if (!known) set_scale(f, m, p, operand, &c, x, turned);
+    if (agreed && !known) *agreed = tensor_share(c.scale);
     op_encode(c.codes, x, c.scale, turned, c.tile);
     return c;
 }
@@ -178,7 +209,8 @@ static void forward(void *context, Model *m, int count, Param *const *weight, co
         f->before.linear.forward(f->before.linear.context, m, count, weight, y, x, kept);
         return;
     }
-    Codes input = new_codes(f, m, weight[0], OPERAND_X, x, false);
+    Agreed *agreed = agreed_of(f, m, kept);
+    Codes input = new_codes(f, m, weight[0], OPERAND_X, x, false, agreed ? &agreed->x : NULL);
     for (int i = 0; i < count; i++) {
         Cast *cast = cast_of(f, m, weight[i]);
         op_matmul_codes(y[i], input, cast->plain, sum_of_forward(f), 0);
@@ -194,8 +226,10 @@ static void backward_input(void *context, Model *m, int count, Param *const *wei
         f->before.linear.backward_input(f->before.linear.context, m, count, weight, dx, dy, kept);
         return;
     }
+    Agreed *agreed = agreed_of(f, m, kept);
     for (int i = 0; i < count; i++) {
-        Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], false);
+        Tensor *place = agreed ? &agreed->dy[i] : NULL;
+        Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], false, place);
         Cast *cast = cast_of(f, m, weight[i]);
         op_matmul_codes(dx, gradient, cast->turned, f->recipe->sum, i > 0);
         after_use(f, cast);
@@ -210,10 +244,12 @@ static void backward_weight(void *context, Model *m, int count, Param *const *we
         f->before.linear.backward_weight(f->before.linear.context, m, count, weight, dy, x, kept);
         return;
     }
-    Codes input = new_codes(f, m, weight[0], OPERAND_X, x, true);
+    Agreed *agreed = agreed_of(f, m, kept);
+    Codes input = new_codes(f, m, weight[0], OPERAND_X, x, true, agreed ? &agreed->x : NULL);
     note_amax(f, m, weight[0], OPERAND_X, x);
     for (int i = 0; i < count; i++) {
-        Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], true);
+        Tensor *place = agreed ? &agreed->dy[i] : NULL;
+        Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], true, place);
         note_amax(f, m, weight[i], OPERAND_DY, dy[i]);
         Tensor grad = param_grad_begin(&m->params, weight[i]);
         op_matmul_codes(grad, gradient, input, f->recipe->sum, 1);
@@ -293,6 +329,7 @@ Fp8Linear *fp8_linear_plug(Model *m, const Fp8Recipe *recipe, int64_t tile) {
     m->sockets.linear.forward = forward;
     m->sockets.linear.backward_input = backward_input;
     m->sockets.linear.backward_weight = backward_weight;
+    m->sockets.linear.drop = drop;
     m->sockets.step.accept = accept;
     return f;
 }
@@ -326,14 +363,20 @@ void fp8_linear_price(Price *price, const Model *m, const Fp8Linear *f) {
     price->more[MEMORY_PARAMETER] += fp8_linear_bytes(m, f);
     if (is_delayed(f)) price_all_reduce(price, 1, f->slots, F32, m->mesh.world);
     if (is_delayed(f) || f->tile.columns) return;
-    enum { INPUTS = 4, WEIGHTS = 7 };  // of a block: of q k v, o, gate and up, down
-    double here = 0, backwards = price->backwards * (double)m->config.layers;
+    // Of a block: of q k v, o, gate and up, down; over tp only of columns that are sharded.
+    enum { INPUTS = 4, INPUTS_SHARDED = 2, WEIGHTS = 7, GRADIENTS_SHARDED = 5 };
+    double here = 0, kept = m->config.recompute == RECOMPUTE_FULL ? 0 : 4 * INPUTS,
+           backwards = price->backwards * (double)m->config.layers;
     for (int64_t i = 0; i < m->config.layers; i++) here += m->block[i].q->here;
     double forwards = price->forwards * (double)m->config.layers;
     double weights = f->keeps_casts ? here : forwards + backwards;
-    double calls = forwards * INPUTS + backwards * (INPUTS + 2 * WEIGHTS);
-    if (m->mesh.tp.size > 1) price_all_reduce(price, calls + weights * WEIGHTS, 1, F32, m->mesh.tp);
-    if (m->mesh.cp.size > 1) price_all_reduce(price, calls, 1, F32, m->mesh.cp);
+    double columns = forwards * INPUTS_SHARDED + backwards * GRADIENTS_SHARDED + weights * WEIGHTS;
+    if (m->mesh.tp.size > 1) price_all_reduce(price, columns, 1, F32, m->mesh.tp);
+    if (m->mesh.cp.size > 1)
+        price_all_reduce(price, forwards * INPUTS + backwards * WEIGHTS, 1, F32, m->mesh.cp);
+    if (m->mesh.tp.size * m->mesh.cp.size == 1) return;
+    CHECK(price->block_rows < MOST_KEPT, "more than %d tensors of a block are priced", MOST_KEPT);
+    price->block[price->block_rows++] = (PriceKept){"scales of x", kept, EVERY_RANK, RECOMPUTE_FULL};
 }
 
 int64_t fp8_linear_casts(const Fp8Linear *f) { return f->casts; }

@@ -105,6 +105,10 @@ static int shared_options(Shared *table, Config *c) {
     static char model_help[400];
     snprintf(model_help, sizeof model_help, "a published shape, which other flags override: %s",
              preset_names());
+    // Only checked here: comm_start reads them from the command line itself.
+    static int64_t ranks;
+    static double timeout;
+    static bool trust_calls;
     const Shared all[] = {
         {CONFIG_MODEL, HEADING("the model")},
         {CONFIG_MODEL, TEXT("model", model, NULL, "NAME", model_help)},
@@ -158,8 +162,9 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_OPTIMIZER,
          INT("warmup", warmup, "20", 0, 1e12, "steps", "steps until the peak learning rate")},
         {CONFIG_RANKS | CONFIG_DP | CONFIG_PP | CONFIG_CP | CONFIG_TP | CONFIG_EP, HEADING("the ranks")},
-        {CONFIG_RANKS, INT("ranks", ranks, "0", 0, 4096, "",
-                           "number of processes; 0: as many as show the technique best")},
+        {CONFIG_RANKS,
+         {"ranks", OPTION_INT, &ranks, "0", 0, 4096, "",
+          "number of processes; 0: as many as show the technique best", false}},
         {CONFIG_DP,
          INT("dp", dp, "0", 0, 4096, "ranks", "data parallelism; 0: all ranks that the other axes leave")},
         {CONFIG_PP, INT("pp", pp, "1", 0, 4096, "ranks",
@@ -171,9 +176,11 @@ static int shared_options(Shared *table, Config *c) {
                         "tensor parallelism, which shards layers; 0: all ranks that --dp leaves")},
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism, which shards the experts")},
         {CONFIG_RANKS,
-         REAL("timeout", timeout, "300", 0.001, 1e9, "seconds after which a wait counts as a deadlock")},
-        {CONFIG_RANKS, FLAG("trust-calls", trust_calls,
-                            "do not check that ranks make matching calls (common/README.md)")},
+         {"timeout", OPTION_REAL, &timeout, "300", 0.001, 1e9, "",
+          "seconds after which a wait counts as a deadlock", false}},
+        {CONFIG_RANKS,
+         {"trust-calls", OPTION_FLAG, &trust_calls, NULL, 0, 0, "",
+          "do not check that ranks make matching calls (common/README.md)", false}},
         {CONFIG_CLOCK | CONFIG_CLUSTER | CONFIG_TIMELINE, HEADING("the model clock")},
         {CONFIG_CLOCK | CONFIG_CLUSTER,
          TEXT("machine", machine, "dgx-h100", machine_names(), "machine that the model clock simulates")},

@@ -62,10 +62,9 @@ typedef struct Config {
     // values of the techniques' options, by name
     Setting setting[MAX_SETTINGS];
     int settings;
-    // many ranks; comm_start reads ranks, timeout and trust_calls from the command line itself
-    int64_t ranks, gpus_per_node;  // 0: the program's, the machine's
-    double timeout, compute_efficiency, network_efficiency;
-    bool trust_calls;
+    // the model clock's cluster
+    int64_t gpus_per_node;  // 0: the machine's
+    double compute_efficiency, network_efficiency;
 } Config;
 
 // Groups of shared options; a program names those that it has.

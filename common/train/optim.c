@@ -168,12 +168,6 @@ void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double 
     }
 }
 
-void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale) {
-    optimizer_begin(optimizer, params);
-    for (int unit = 0; unit < params->units; unit++)
-        optimizer_step_unit(optimizer, params, unit, lr, grad_scale);
-}
-
 // ---- for checkpoints ----
 
 static bool is_scaled(const Params *params) {

@@ -34,8 +34,6 @@ void optimizer_allocate(Optimizer *optimizer, const Params *params);
 // the same decay are stepped in one operation, which does not change a bit.
 void optimizer_begin(Optimizer *optimizer, const Params *params);
 void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double lr, double grad_scale);
-// optimizer_begin and all units.
-void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale);
 
 // What a checkpoint stores of a parameter: m, v or the master, as the flat tensor of the unit's own part.
 // If flat is {0}, the weight itself.

@@ -104,7 +104,9 @@ static inline void run_step(Run *run) {
         free(host);
     }
     double scale = clip_scale(params_grad_norm(params, (Tensor){0}, NULL), run->config.clip);
-    optimizer_step(&run->optimizer, params, learning_rate(&run->config, run->progress.step), scale);
+    double lr = learning_rate(&run->config, run->progress.step);
+    optimizer_begin(&run->optimizer, params);
+    for (int i = 0; i < params->units; i++) optimizer_step_unit(&run->optimizer, params, i, lr, scale);
     run->progress.step++;
     run->progress.sample += 6;
 }

@@ -54,6 +54,9 @@ static void models_have_their_parameters(void **state) {
         Config c = config_of(name[i]);
         CostModel m = counted_model(&c);
         near(cost_parameters(&m), (double)config_parameters(&c), 0.5);
+        // of the embedding, no multiply reads anything; nor of the last norm
+        double ends = (m.tied ? 0 : m.vocab * m.hidden) + m.hidden;
+        near(cost_active_parameters(&m), (double)config_active_parameters(&c) - ends, 0.5);
     }
 }
 
@@ -79,8 +82,8 @@ static void latent_attention_is_split_behind_its_narrow_products(void **state) {
     tp.tp = 4;
     near(cost_block_weights(&m, &alone, true), narrow + wide + norms + mlp, 0.5);
     near(cost_block_weights(&m, &tp, true), narrow + norms + (wide + mlp) / 4, 0.5);
-    near(cost_block_weights(&m, &tp, false),
-         narrow + norms + router + (wide + expert) / 4 + 256 * expert, 0.5);
+    near(cost_block_weights(&m, &tp, false), narrow + norms + router + (wide + expert) / 4 + 256 * expert,
+         0.5);
 }
 
 // What the ranks of tp store in total: the matrices once, the norms and the router on each.
@@ -106,6 +109,30 @@ static void heads_of_k_and_v_are_copied(void **state) {
     double norms = 2 * m.hidden, head = 2 * m.hidden * m.head_size;
     double rest8 = cost_block_weights(&m, &eight, true) - norms - head;
     near(cost_block_weights(&m, &sixteen, true) - norms - head, rest8 / 2, 0.5);
+}
+
+// With sequence parallelism a block's forward has two all-gathers and two reduce-scatters. Backward has the
+// same and, if nothing is recomputed, the two all-gathers of W; recomputation needs all of forward's but the
+// last reduce-scatter, since it adds attention's output to x before the second norm.
+static void recomputation_sends_all_but_the_last(void **state) {
+    (void)state;
+    CostModel m = model_of("llama-3-8b");
+    Factors factors = factors_guessed();
+    CostTable table = cost_table(machine_find("dgx-h100"), &factors, 1);
+    Cluster cluster = {8, 8, 0};
+    CostHabits habits = {.flash = true, .gradient_bytes = 4, .attention_again = 2.5, .attention_slow = 1};
+    CostLayout l = alone;
+    l.tp = 8, l.sp = true, l.micro_batch = l.micro_batches = 1;
+    double sent[2], layers = m.layers;
+    for (int full = 0; full < 2; full++) {
+        l.recompute = full ? RECOMPUTE_FULL : RECOMPUTE_NONE;
+        m.layers = layers;
+        sent[full] = cost_time(&m, &l, &cluster, &table, &habits, 0).tp;
+        m.layers = layers - 1;
+        sent[full] -= cost_time(&m, &l, &cluster, &table, &habits, 0).tp;
+    }
+    if (!(fabs(sent[1] / sent[0] - 11.0 / 10) < 1e-6))
+        fail_msg("recomputed: %g s for %g s, and should be 11 / 10", sent[1], sent[0]);
 }
 
 // The first stage has the embedding and most micro-batches, the last one the head: the fuller one counts.
@@ -177,6 +204,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(latent_attention_is_split_behind_its_narrow_products),
         cmocka_unit_test(shards_add_up),
         cmocka_unit_test(heads_of_k_and_v_are_copied),
+        cmocka_unit_test(recomputation_sends_all_but_the_last),
         cmocka_unit_test(the_fullest_stage_counts),
         cmocka_unit_test(many_layers_continue_what_few_cost),
     };

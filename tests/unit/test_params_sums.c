@@ -242,8 +242,12 @@ static void parts_step_as_the_whole(void) {
                 Optimizer one = optimizer_new(&config, &whole), all = optimizer_new(&config, &p);
                 set_gradients(&p, &whole, 0);
                 for (int step = 0; step < 3; step++) {
-                    optimizer_step(&one, &whole, 0.01, 0.5);
-                    optimizer_step(&all, &p, 0.01, 0.5);
+                    optimizer_begin(&one, &whole);
+                    optimizer_begin(&all, &p);
+                    for (int i = 0; i < p.units; i++) {
+                        optimizer_step_unit(&one, &whole, i, 0.01, 0.5);
+                        optimizer_step_unit(&all, &p, i, 0.01, 0.5);
+                    }
                 }
                 for (int i = 0; i < p.count; i++) {
                     int64_t from = 0;
