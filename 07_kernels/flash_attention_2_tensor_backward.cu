@@ -203,8 +203,7 @@ __device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_
         out[i] = reinterpret_cast<float2 *>(dq + row * stride + part + own_lane() % 4 * 2);
         if (row >= end) out[i] = NULL;
 #pragma unroll
-        for (int c = 0; c < C / 8; c++)
-            before[i][c] = first || !out[i] ? make_float2(0, 0) : out[i][c * 4];
+        for (int c = 0; c < C / 8; c++) before[i][c] = first || !out[i] ? make_float2(0, 0) : out[i][c * 4];
     }
 #pragma unroll
     for (int i = 0; i < ROWS * 2; i++)
