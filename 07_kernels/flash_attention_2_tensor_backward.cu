@@ -195,18 +195,23 @@ __device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_
             for (int i = 0; i < ROWS; i++) multiply_pair<T>(sum[i][c], sum[i][c + 1], a[i], b);
         }
     }
+    // What others have added is loaded before anything is stored: all of it is in flight at once.
+    float2 *out[ROWS * 2], before[ROWS * 2][C / 8];
 #pragma unroll
     for (int i = 0; i < ROWS * 2; i++) {
         const int row = query0 + row0 + i * 8 + own_lane() / 4;
-        if (row >= end) continue;
-        float *out = dq + row * stride + part + own_lane() % 4 * 2;
+        out[i] = reinterpret_cast<float2 *>(dq + row * stride + part + own_lane() % 4 * 2);
+        if (row >= end) out[i] = NULL;
+#pragma unroll
+        for (int c = 0; c < C / 8; c++) before[i][c] = first || !out[i] ? make_float2(0, 0) : out[i][c * 4];
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS * 2; i++)
 #pragma unroll
         for (int c = 0; c < C / 8; c++) {
-            float2 x = first ? make_float2(0, 0) : *reinterpret_cast<float2 *>(out + c * 8);
-            x.x += sum[i / 2][c][i % 2 * 2], x.y += sum[i / 2][c][i % 2 * 2 + 1];
-            *reinterpret_cast<float2 *>(out + c * 8) = x;
+            const float *x = &sum[i / 2][c][i % 2 * 2];
+            if (out[i]) out[i][c * 4] = make_float2(before[i][c].x + x[0], before[i][c].y + x[1]);
         }
-    }
 }
 
 // Begins to copy a tile of queries and their dO, and loads the words of their rows.

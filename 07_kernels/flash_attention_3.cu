@@ -90,7 +90,9 @@ __device__ static inline void consume(float (&sum)[D / 2], Softmax *x, const Sha
     }
 }
 
-// In turn i it multiplies for the scores of tile i and with those of tile i - 1.
+// In turn i it multiplies for the scores of tile i and with those of tile i - 1. The values of tile i are
+// awaited before P V of tile i - 1 is: ptxas moves a wait for products in front of any arithmetic, but not
+// out of the loop of a wait at an mbarrier, and without one the exponentials would not begin before P V ends.
 template <class T, int D, class Shape>
 __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, const Shared &m,
                                                const Shape &shape, int block_query) {
@@ -106,11 +108,11 @@ __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, 
     release(m, 0);
     soften(s, x, shape, w);
     pack<T>(p, s);
+    await(m, 1);
     step(&w, shape, x->sample, block_query);
     int i = 1;
     for (; more(w); i++, step(&w, shape, x->sample, block_query)) {
         await(m, 2 * i);
-        await(m, 2 * i - 1);
         take_turn(m, i);
         issue_scores<T, D>(s, m, i);
         issue_values<T, D>(sum, p, m, i - 1);
@@ -118,12 +120,12 @@ __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, 
         wgmma_wait<1>(s);
         release(m, 2 * i);
         soften(s, x, shape, w);
+        await(m, 2 * i + 1);
         wgmma_wait<0>(sum);
         release(m, 2 * i - 1);
         rescale<D>(sum, *x);
         pack<T>(p, s);
     }
-    await(m, 2 * i - 1);
     take_turn(m, i);
     issue_values<T, D>(sum, p, m, i - 1);
     pass_turn(m);

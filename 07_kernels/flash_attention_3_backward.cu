@@ -151,10 +151,12 @@ __device__ static inline void to_gradients(uint32_t (&p)[QUERIES<D> / 16][4],
 
 // The block's share of a tile of dQ: sums (=), if it adds first, or (+=), in the order of fragments.
 __device__ static inline void add_dq(float *sums, const float (&share)[32], bool first) {
+    if (first)
 #pragma unroll
-    for (int i = 0; i < 32; i++)
-        if (first) sums[i * 32] = share[i];
-        else add_without_reading(&sums[i * 32], share[i]);
+        for (int i = 0; i < 32; i++) sums[i * 32] = share[i];
+    else
+#pragma unroll
+        for (int i = 0; i < 32; i++) add_without_reading(&sums[i * 32], share[i]);
 }
 
 // The last one to add: rows of dq (=) scale times all. query0: of the warp.
@@ -195,6 +197,9 @@ __device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], co
         wgmma_wait<1>(s);
         if (needs_mask(shape, w.tiles, w.tiles.at, key0, 16)) mask<D>(s, shape, m.sample, w.tiles.at, key0);
         to_weights<D>(s, rows, shape.scale);
+        // Ended long ago; but without its loop ptxas moves the next wait in front of all exponentials, and
+        // with it of half of them. (By tokens it would spill a register.)
+        if (!Shape::EMPTY_ROWS) mbarrier_wait(&m.full[i % STAGES], i / STAGES % 2);
         wgmma_wait<0>(dp);
         to_gradients<T, D>(p, ds, s, dp, rows);
 #pragma unroll

@@ -123,23 +123,20 @@ __device__ static inline void promote(float (&sum)[N / 2], const float (&partial
 
 // ---- sums to memory ----
 
+// C (=) sum, or (+=) if so. All of C is then loaded before any is stored: between stores, each load would
+// wait for the last.
 template <class T>
-__device__ static inline void store(T *c, const float (&sum)[N / 2], const Problem &p, const Place &at) {
+__device__ static inline void store(T *c, float (&sum)[N / 2], const Problem &p, const Place &at) {
+    const auto each = [&](auto act) {
 #pragma unroll
-    for (int j = 0; j < N / 8; j++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = at.row + half * 8, column = at.column + j * 8;
-            const float x = sum[4 * j + 2 * half], y = sum[4 * j + 2 * half + 1];
-            T *to = c + (int64_t)row * p.n + column;
-            if (row >= p.m || column >= p.n) continue;
-            if (p.pairs) {
-                put(to, x, y, p.add);
-            } else {
-                put(to, x, p.add);
-                if (column + 1 < p.n) put(to + 1, y, p.add);
-            }
+        for (int i = 0; i < N / 2; i += 2) {
+            const int row = at.row + i / 2 % 2 * 8, column = at.column + i / 4 * 8;
+            act(sum[i], sum[i + 1], c + (int64_t)row * p.n + column, row < p.m ? p.n - column : 0);
         }
+    };
+    if (p.add)
+        each([&](float &x, float &y, T *of_c, int count) { add_neighbours(x, y, of_c, p.pairs, count); });
+    each([&](float x, float y, T *of_c, int count) { put_neighbours(of_c, x, y, p.pairs, count); });
 }
 
 // ---- consumers ----

@@ -20,20 +20,25 @@ __device__ static inline void narrow(__half *to, float x, float y) {
     *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
 }
 
-// *to (=) x, or (+=) if so: rounded once.
+// x and y (+=) two neighbours, of which the first `count` exist: both or none if they are stored in `pairs`,
+// the first at an even place.
 template <class T>
-__device__ static inline void put(T *to, float x, bool add) {
-    narrow(to, add ? static_cast<float>(*to) + x : x);
-}
-template <class T>
-__device__ static inline void put(T *to, float x, float y, bool add) {
+__device__ static inline void add_neighbours(float &x, float &y, const T *from, bool pairs, int count) {
     using Sixteen = std::conditional_t<std::is_same<T, __half>::value, __half2, __nv_bfloat162>;
     using Pair = std::conditional_t<sizeof(T) == sizeof(float), float2, Sixteen>;
-    if (add) {
-        const Pair before = *reinterpret_cast<const Pair *>(to);
+    if (pairs && count > 0) {
+        const Pair before = *reinterpret_cast<const Pair *>(from);
         x += static_cast<float>(before.x), y += static_cast<float>(before.y);
     }
-    narrow(to, x, y);
+    if (!pairs && count > 0) x += static_cast<float>(from[0]);
+    if (!pairs && count > 1) y += static_cast<float>(from[1]);
+}
+// They (=) x and y, rounded.
+template <class T>
+__device__ static inline void put_neighbours(T *to, float x, float y, bool pairs, int count) {
+    if (pairs && count > 0) narrow(to, x, y);
+    if (!pairs && count > 0) narrow(to, x);
+    if (!pairs && count > 1) narrow(to + 1, y);
 }
 
 __host__ static inline float wide(float x) { return x; }

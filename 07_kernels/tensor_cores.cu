@@ -127,28 +127,29 @@ __device__ static inline void multiply_stage(float (&sum)[ROWS][COLUMNS][4], con
 
 // ---- sums to memory ----
 
+// ADD: all of C is loaded before any is stored, as between stores each load would wait for the last; number
+// by number that takes too many registers, and it is done by rows.
 template <bool WIDE, bool ADD, class T>
-__device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], int row0, int column0,
-                                    int m, int n) {
+__device__ static inline void store(T *c, float (&sum)[ROWS][COLUMNS][4], int row0, int column0, int m,
+                                    int n) {
+    constexpr int TOGETHER = WIDE ? ROWS * 2 : 1;
     const int lane = (int)threadIdx.x % 32;
+    const auto each = [&](int first, auto act) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
+        for (int i = first; i < first + TOGETHER; i++)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float x = sum[i][j][2 * half], y = sum[i][j][2 * half + 1];
-                const int row = row0 + i * 16 + half * 8 + lane / 4,
-                          column = column0 + j * 8 + lane % 4 * 2;
-                T *to = c + (uint32_t)row * n + column;
-                if (row >= m || column >= n) continue;
-                if (WIDE) {
-                    put(to, x, y, ADD);
-                    continue;
-                }
-                put(to, x, ADD);
-                if (column + 1 < n) put(to + 1, y, ADD);
+            for (int j = 0; j < COLUMNS; j++) {
+                const int row = row0 + i * 8 + lane / 4, column = column0 + j * 8 + lane % 4 * 2;
+                float *x = &sum[i / 2][j][i % 2 * 2];
+                act(x[0], x[1], c + (uint32_t)row * n + column, row < m ? n - column : 0);
             }
+    };
+#pragma unroll
+    for (int i = 0; i < ROWS * 2; i += TOGETHER) {
+        if (ADD)
+            each(i, [](float &x, float &y, T *of_c, int left) { add_neighbours(x, y, of_c, WIDE, left); });
+        each(i, [](float x, float y, T *of_c, int left) { put_neighbours(of_c, x, y, WIDE, left); });
+    }
 }
 
 // ---- the kernel ----

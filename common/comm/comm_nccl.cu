@@ -207,7 +207,7 @@ static void choose_mode(void) {
     setenv("NCCL_HOSTID", name, 1);
     setenv("NCCL_MNNVL_ENABLE", "0", 1);
     if (state.place.one_machine) setenv("NCCL_SOCKET_IFNAME", "lo", 0);
-    setenv("NCCL_IB_DISABLE", "1", 0);
+    setenv("NCCL_NET", "Socket", 0);  // neither InfiniBand nor what a plugin brings
 }
 
 // ---- groups ----

@@ -122,6 +122,25 @@ for source in $(grep -l '^int main' 07_kernels/*.cu); do
         ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized|Performance Loss|warning[: ]' "$out"
     report $? "$name: registers are as it says, and none spills"
 done
+# orders NAME PROGRAM KERNEL COUNT PATTERN: ptxas has left the instructions of these kernels, as letters of
+# machine_code.py, in an order that the pattern matches. All the numbers are right in any order.
+orders() {
+    local object=build-nvcc/kernels/07_kernels/$2.cu.o
+    wanted "$1" || return 0
+    with_nvcc COMM=mpi BUILD=build-nvcc/mpi "$object" >"$out" &&
+        python3 tests/programs/machine_code.py "$object" "$3" >"$out" &&
+        [ "$(grep -cE " .*$5" "$out")" = "$4" ]
+    report $? "$1"
+}
+exponentials() { echo "1[^01]*(e[^01]*){$1}0"; }  # after the wait for scores, before the next one
+orders "exponentials do not wait for P V" flash_attention_3 Lb1E5Heads 4 "$(exponentials 64)"
+orders "exponentials do not wait for P V, 8 bits" flash_attention_3_fp8 attentionI13__nv_bfloat16Li128E5Heads 1 \
+    "$(exponentials 64)"
+orders "of the exponentials a quarter or more does not wait for dP" flash_attention_3_backward \
+    E5Heads 4 "$(exponentials 8)"
+orders "dQ is added without a branch between" flash_attention_3_backward attention_backward 8 'r{32}'
+orders "what is in C is loaded at once" hopper_fp8 matmul 8 'l{30}'
+orders "what is in dQ is loaded at once" flash_attention_2_tensor_backward Li128E5Heads 4 'l{12}'
 # The table of the book's kernels has products that no program runs: transposed, and adding.
 if wanted "coarsening: no product of the book's table spills"; then
     {

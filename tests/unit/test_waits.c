@@ -59,6 +59,7 @@ static void a_step_waits_once(void) {
         "--dp 4 --zero 3 --dtype f16",
         "--dp 2 --tp 2 --zero 2",
         "--tp 4 --sp --vocab-parallel",
+        "--tp 4 --sp --async-tp",
         "--tp 2 --cp 2 --context zigzag",
         "--cp 2 --dp 2 --context ulysses --recompute full",
         "--cp 4 --context all-gather",
