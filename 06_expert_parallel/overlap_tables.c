@@ -114,7 +114,7 @@ static void over_nodes(const Config *config) {
     c.gpus_per_node = NODE;
     clock_set_nodes(NODE);
     head(&c, "over 8 nodes");
-    timeline_title("two blocks of DeepSeek-V3, ep 64 over 8 nodes, four micro-batches of 4096 tokens");
+    timeline_title("Two blocks of DeepSeek-V3, ep 64 over 8 nodes, four micro-batches of 4096 tokens");
     drawn(mesh, &c, expert_layouts(), "plain, one after the other", "plain");
     drawn(mesh, &c, overlapped_layouts(), "plain, two in flight", "overlapped");
     Exposed before = drawn(mesh, &c, node_limited_layouts(), "two hops, one after the other", "two hops"),
