@@ -87,7 +87,7 @@ static double share_of_pairs(const Config *c, int rank) {
 }
 
 static void head(const Config *c, const char *where) {
-    say("\n%ld blocks of DeepSeek-V3 (8 K/V heads for MLA), %ld micro-batches of %ld tokens a rank, ep %ld "
+    say("\n%ld blocks of DeepSeek-V3 (8 K/V heads, no MLA), %ld micro-batches of %ld tokens a rank, ep %ld "
         "%s:\n",
         c->layers, c->grad_acc, c->seq, c->ep, where);
     say("  %-32s %16s %12s %12s", "", "all-to-alls, ms", "exposed, ms", "step, ms");
