@@ -274,9 +274,9 @@ my @advice = (
         'Is a barrier missing between the thread that writes it and the one that reads it, or does no '
         . 'thread write it?'],
     [qr/^kernel .*with no __syncwarp/, 'race',
-        'These two threads are lanes of one warp, and others may meet here as well: which one must have '
-        . 'written, or read, before the other? __syncwarp() orders the lanes of a warp, __syncthreads() all '
-        . 'threads of the block.'],
+        'There is no barrier between these two lanes of one warp, and other threads may meet here as well: '
+        . 'which one must have written, or read, before the other? __syncwarp() orders the lanes of a warp, '
+        . '__syncthreads() all threads of the block.'],
     [qr/^kernel .*(?:with no __sync|another block of this launch)/, 'race',
         'Threads access this memory with no barrier between them: which one must have written, or read, '
         . 'before the other? If they should not meet here at all, an index is wrong, or beyond an edge.'],
