@@ -80,7 +80,7 @@ static void compare_ways(Mesh mesh, const Config *config) {
         format_text("Llama 3 8B, %d ranks, micro-batches of 8192 tokens, vocabulary sharded", ranks);
     say("\n%s, on the model clock of %s:\n", title, config->machine);
     free(title);
-    title = format_text("two layers of Llama 3 8B, %d ranks, a micro-batch of 8192 tokens", ranks);
+    title = format_text("Two layers of Llama 3 8B, %d ranks, a micro-batch of 8192 tokens", ranks);
     timeline_title(title);
     free(title);
     say("  %-10s %10s %12s %12s %10s %14s\n", "", "step, ms", "sending, ms", "exposed, ms", "tokens/s",

@@ -87,7 +87,7 @@ static double share_of_pairs(const Config *c, int rank) {
 }
 
 static void head(const Config *c, const char *where) {
-    say("\n%ld blocks of DeepSeek-V3 (8 K/V heads for MLA), %ld micro-batches of %ld tokens a rank, ep %ld "
+    say("\n%ld blocks of DeepSeek-V3 (8 K/V heads, no MLA), %ld micro-batches of %ld tokens a rank, ep %ld "
         "%s:\n",
         c->layers, c->grad_acc, c->seq, c->ep, where);
     say("  %-32s %16s %12s %12s", "", "all-to-alls, ms", "exposed, ms", "step, ms");
@@ -114,7 +114,7 @@ static void over_nodes(const Config *config) {
     c.gpus_per_node = NODE;
     clock_set_nodes(NODE);
     head(&c, "over 8 nodes");
-    timeline_title("two blocks of DeepSeek-V3, ep 64 over 8 nodes, four micro-batches of 4096 tokens");
+    timeline_title("Two blocks of DeepSeek-V3, ep 64 over 8 nodes, four micro-batches of 4096 tokens");
     drawn(mesh, &c, expert_layouts(), "plain, one after the other", "plain");
     drawn(mesh, &c, overlapped_layouts(), "plain, two in flight", "overlapped");
     Exposed before = drawn(mesh, &c, node_limited_layouts(), "two hops, one after the other", "two hops"),

@@ -44,28 +44,45 @@ void kernels_begin(const KernelsOptions *options, const char *size, double limit
 const Gpu *kernels_gpu(void) { return table.gpu; }
 double kernels_seconds(int version) { return table.seconds[version]; }
 
-static void hold(const char *version, const char *what, double predicted, double counted) {
+// --verbose shows each count that is not 0, beside its formula at the small size and at the table's.
+static void hold(const char *version, const char *what, double counted, double predicted, double at_size) {
     char *text = format_text("%s: %s", version, what);
-    bool before = report_quiet(!table.verbose);
+    if (table.verbose && (counted != 0 || predicted != 0))
+        say("    %-16s %18.15g %18.15g %18.15g", what, counted, predicted, at_size);
+    bool before = report_quiet(true);
     report_equal(text, predicted, counted, "");
     report_quiet(before);
     free(text);
 }
 
-static void hold_all(const char *name, const Work *predicted, const Work *counted) {
-    hold(name, "load requests", predicted->load_requests, counted->load_requests);
-    hold(name, "load sectors", predicted->load_sectors, counted->load_sectors);
-    hold(name, "store requests", predicted->store_requests, counted->store_requests);
-    hold(name, "store sectors", predicted->store_sectors, counted->store_sectors);
-    hold(name, "memory sectors", predicted->memory_sectors, counted->memory_sectors);
-    hold(name, "shared passes", predicted->shared_passes, counted->shared_passes);
-    hold(name, "bank conflicts", predicted->shared_conflicts, counted->shared_conflicts);
-    hold(name, "FLOPs", predicted->flops, counted->flops);
-    hold(name, "FP instructions", predicted->flop_instructions, counted->flop_instructions);
-    hold(name, "special instr.", predicted->special_instructions, counted->special_instructions);
-    hold(name, "tensor FLOPs", predicted->tensor_flops, counted->tensor_flops);
-    hold(name, "8-bit FLOPs", predicted->tensor_8_flops, counted->tensor_8_flops);
-    hold(name, "barriers", predicted->barriers, counted->barriers);
+#define HOLD(what, count) hold(name, what, counted->count, predicted->count, at_size->count)
+static void hold_all(const char *name, const Work *counted, const Work *predicted, const Work *at_size) {
+    if (table.verbose) say("    %-16s %18s %18s %18s", "", "small: counted", "by formula", "at full size");
+    HOLD("load requests", load_requests);
+    HOLD("load sectors", load_sectors);
+    HOLD("store requests", store_requests);
+    HOLD("store sectors", store_sectors);
+    HOLD("memory sectors", memory_sectors);
+    HOLD("shared passes", shared_passes);
+    HOLD("bank conflicts", shared_conflicts);
+    HOLD("FLOPs", flops);
+    HOLD("FP instructions", flop_instructions);
+    HOLD("special instr.", special_instructions);
+    HOLD("tensor FLOPs", tensor_flops);
+    HOLD("8-bit FLOPs", tensor_8_flops);
+    HOLD("barriers", barriers);
+}
+
+// "    memory 0.2404, L2 0.08593, FMA 0.004341 ms; 64 of 64 warps fit, limited by warps"
+static void show_parts(const GpuTime *time, const Occupancy *fits) {
+    char text[200];
+    int used = 0;
+    for (int p = 0; p < PARTS; p++)
+        if (time->part[p] > 0)
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%s %.4g", used ? ", " : "",
+                             part_name((Part)p), time->part[p] * 1e3);
+    say("    %s ms; %d of %d warps fit, limited by %s", text, fits->warps, table.gpu->warps,
+        fits->limited_by);
 }
 
 // "97%", or "-" of nothing. Rotates over two static buffers.
@@ -89,7 +106,6 @@ static void write_row(const KernelVersion *v, const GpuTime *time, const Work *w
 
 void kernels_version(const KernelVersion *v, const Work *counted, const Work *predicted,
                      const Work *at_size, double seconds, double error, double bound) {
-    if (counted) hold_all(v->name, predicted, counted);
     GpuTime time = gpu_time(table.gpu, at_size);
     Occupancy fits = gpu_occupancy(table.gpu, v->threads, v->registers, v->shared_bytes);
     CHECK(table.versions < MOST_VERSIONS, "a table has at most %d versions", (int)MOST_VERSIONS);
@@ -104,6 +120,8 @@ void kernels_version(const KernelVersion *v, const Work *counted, const Work *pr
         bytes_text(32 * (at_size->load_sectors + at_size->store_sectors)), conflicts, lanes,
         100 * fits.share, error);
     if (seconds > 0) say("%-20s %10.4g  measured", "", seconds * 1e3);
+    if (table.verbose) show_parts(&time, &fits);
+    if (counted) hold_all(v->name, counted, predicted, at_size);
     write_row(v, &time, at_size, error);
     report_that(fits.blocks > 0, "%s: its block does not fit on a multiprocessor", v->name);
     report_that(error <= bound, "%s is off by %.1e, where %.1e is allowed", v->name, error, bound);

@@ -168,9 +168,11 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// An operand that begins at `at`, in a tile with the 128-byte swizzle. MN_MAJOR: tiles of 64 columns are
-// `next` bytes apart; K_MAJOR: `next` has no meaning. Within a tile, the next product's part begins 32
-// bytes further on (K_MAJOR), or 16 rows further on (MN_MAJOR).
+// The descriptor by which wgmma finds an operand that begins at `at`, in a tile with the 128-byte swizzle.
+// MN_MAJOR: tiles of 64 columns are `next` bytes apart; K_MAJOR: `next` has no meaning. Within a tile, the
+// next product's part begins 32 bytes further on (K_MAJOR), or 16 rows further on (MN_MAJOR). Its bits, in
+// units of 16 bytes: from 0 on the address, from 16 on `next`, from 32 on the distance of 8 rows from the
+// next 8; from 62 on the swizzle, 1 for 128 bytes.
 __device__ __forceinline__ uint64_t wgmma_operand(const void *at, uint32_t next) {
     return (uint64_t)(shared_address(at) >> 4 & 0x3fff) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
@@ -377,8 +379,9 @@ static inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 #endif
 
 // A map of a matrix of T, rows by columns, whose rows are `pitch` elements apart, for boxes of box_rows
-// rows and as many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`.
-// `samples` is the number of such matrices, one after another.
+// rows and as many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`: a
+// parameter that no thread copies, so TMA can take its address. `samples` is the number of such matrices,
+// one after another.
 template <class T>
 TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pitch, int box_rows,
                      int64_t samples = 0) {

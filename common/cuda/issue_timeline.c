@@ -373,7 +373,7 @@ void issue_timeline_svg(const IssueRow *row, int rows, int64_t clocks, const Spa
             next += made->count;
         }
     }
-    const SpansPicture picture = {title, "clocks", (double)clocks, kind, kinds, drawn, rows, ""};
+    const SpansPicture picture = {title, NULL, "clocks", (double)clocks, kind, kinds, drawn, rows, ""};
     spans_svg(&picture, flag, file);
     free(drawn);
     free(span);

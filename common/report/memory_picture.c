@@ -194,9 +194,10 @@ static void draw_legend(FILE *svg, const MemoryHistory *history, const char *tit
         int64_t peak = peak_of_all(history, kind);
         if (!peak) continue;
         fprintf(svg, "<rect fill='%s' x='%d' y='37' width='12' height='12' rx='2'/>\n", color[kind], x);
-        fprintf(svg, "<text x='%d' y='47'>%s %s</text>\n", x + 18, memory_kind_name((MemoryKind)kind),
-                bytes_text((double)peak));
-        x += 190;
+        char *text = format_text("%s %s", memory_kind_name((MemoryKind)kind), bytes_text((double)peak));
+        fprintf(svg, "<text x='%d' y='47'>%s</text>\n", x + 18, text);
+        x += 42 + 7 * (int)strlen(text);  // a letter is 6.5 wide or less
+        free(text);
     }
 }
 

@@ -7,7 +7,7 @@
 #include "svg.h"
 
 enum { WIDTH = 960, LEFT = 68, RIGHT = 16, TOP = 72, ABOVE = 28, BELOW = 11, LOWEST = 76, BOTTOM = 28 };
-enum { GAP = 2, LETTER = 6 };  // between lines; a small letter's width, or less
+enum { GAP = 2, LETTER = 6, NOTE = 18 };  // between lines; a small letter's width, or less; a note's height
 
 // Where times lie: `left` and `width` of the plot, in pixels.
 typedef struct Plot {
@@ -116,14 +116,18 @@ void spans_svg(const SpansPicture *p, const char *flag, const char *file) {
     Plot plot = {NULL, LEFT, 0, p->length};
     if (widest_name(p) + 12 > LEFT) plot.left = widest_name(p) + 12;
     plot.width = WIDTH - plot.left - RIGHT;
-    int top = TOP + draw_legend(&plot, p), height = top + BOTTOM - (ABOVE + BELOW - 6);
-    for (int r = 0; r < p->rows; r++) height += row_height(&p->row[r]);
+    int top = TOP + draw_legend(&plot, p), bottom = top - (ABOVE + BELOW - 6);
+    for (int r = 0; r < p->rows; r++) bottom += row_height(&p->row[r]);
+    const int height = bottom + BOTTOM + (p->note ? NOTE : 0);
     FILE *svg = plot.svg = svg_open(flag, file, WIDTH, height);
     fprintf(svg, "<style>\n%s</style>\n%s", style, p->definitions);
     svg_title(svg, plot.left, plot.width, p->title);
     draw_legend(&plot, p);
-    if (p->length > 0) draw_axis(&plot, p->unit, top, height - BOTTOM);
+    if (p->length > 0) draw_axis(&plot, p->unit, top, bottom);
     for (int r = 0, y = top + 4; r < p->rows && p->length > 0; y += row_height(&p->row[r++]))
         draw_row(&plot, p, &p->row[r], y);
+    if (p->note)
+        fprintf(svg, "<text x='%d' y='%d' text-anchor='end'>%s</text>\n", WIDTH - RIGHT, height - 8,
+                p->note);
     svg_close(svg, flag, file);
 }

@@ -35,6 +35,7 @@ typedef struct SpanRow {
 
 typedef struct SpansPicture {
     const char *title;
+    const char *note;      // stands below the axis; NULL: none
     const char *unit;      // of time; NULL: seconds, which the axis shows as ms or us where they fit better
     double length;         // of the axis, which all rows share
     const SpanKind *kind;  // in the order of the legend

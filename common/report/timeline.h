@@ -71,8 +71,9 @@ TimelineShares timeline_shares(const Timeline *timeline);
 // most of its time, in lower case if the stream is busy for less than half of it. The caller frees the
 // text.
 char *timeline_text(const Timeline *row, int rows, int width);
-// Writes the same as an SVG. Fatal, naming --timeline-svg, if the file cannot be written.
-void timeline_svg(const Timeline *row, int rows, const char *title, const char *file);
+// Writes the same as an SVG, with the note (NULL: none) below its axis. Fatal, naming --timeline-svg, if the
+// file cannot be written.
+void timeline_svg(const Timeline *row, int rows, const char *title, const char *note, const char *file);
 
 #ifdef __cplusplus
 }

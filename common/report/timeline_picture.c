@@ -158,7 +158,7 @@ static void spans_row_free(SpanRow *row) {
     free((Span *)row->line[0].span);
 }
 
-void timeline_svg(const Timeline *row, int rows, const char *title, const char *file) {
+void timeline_svg(const Timeline *row, int rows, const char *title, const char *note, const char *file) {
     SpanKind used[KINDS + 1];
     SpanRow *drawn = malloc(sizeof *drawn * (size_t)(rows + 1));
     CHECK(drawn, "out of host memory for a time line");
@@ -168,6 +168,7 @@ void timeline_svg(const Timeline *row, int rows, const char *title, const char *
     used[count++] = exposed;
     for (int r = 0; r < rows; r++) drawn[r] = spans_row(&row[r]);
     SpansPicture picture = {.title = title,
+                            .note = note,
                             .length = longest(row, rows),
                             .kind = used,
                             .kinds = count,

@@ -132,20 +132,20 @@ void timeline_title(const char *title) {
 
 static void show(const Config *config, Group world) {
     char *name = format_text("model %s, %d rank%s", config->model, world.size, plural(world.size));
-    char *title = format_text("%s: one step on the model clock, %s", state.title ? state.title : name,
-                              machine_find(config->machine)->device);
+    const char *title = state.title ? state.title : name;
+    char *note = format_text("one step on the model clock, %s", machine_find(config->machine)->device);
     if (config->timeline) {
         char *text = timeline_text(state.row, state.rows, terminal_columns());
-        say("\n%s", title);
+        say("\n%s: %s", title, note);
         say("%s", text);
         free(text);
     }
     if (config->timeline_svg) {
-        timeline_svg(state.row, state.rows, title, config->timeline_svg);
+        timeline_svg(state.row, state.rows, title, note, config->timeline_svg);
         say("wrote %s", config->timeline_svg);
     }
     free(name);
-    free(title);
+    free(note);
 }
 
 void timeline_finish(const Config *config, Group world) {

@@ -264,12 +264,19 @@ my @advice = (
         . 'forwards run?'],
     [qr/^it was stopped/, 'hang',
         'No rank waits for another: a loop does not end, or goes on far beyond what it looks for.'],
+    [qr/this rank computes \d+ entries, by the formula/, 'tokens',
+        'The rank has other tokens than the layout gives it, or not in ascending order. Write down those of '
+        . 'each rank for 16 tokens on 2 ranks.'],
     [qr/codes have another value/, 'codes',
         'Which fields has this code? An exponent of 0, the highest one (infinity or NaN, by the fraction; in '
         . 'e4m3 only the last code is NaN) and all others are three cases.'],
     [qr/^kernel .*has written yet/, 'race',
         'Is a barrier missing between the thread that writes it and the one that reads it, or does no '
         . 'thread write it?'],
+    [qr/^kernel .*with no __syncwarp/, 'race',
+        'There is no barrier between these two lanes of one warp, and other threads may meet here as well: '
+        . 'which one must have written, or read, before the other? __syncwarp() orders the lanes of a warp, '
+        . '__syncthreads() all threads of the block.'],
     [qr/^kernel .*(?:with no __sync|another block of this launch)/, 'race',
         'Threads access this memory with no barrier between them: which one must have written, or read, '
         . 'before the other? If they should not meet here at all, an index is wrong, or beyond an edge.'],
@@ -278,11 +285,17 @@ my @advice = (
         . 'full?'],
     [qr/^kernel .*(?:stands at|waits at|the value of lane|with the mask)/, 'barrier',
         'Not all threads reach this barrier: some take a branch around it, or return before it.'],
+    [qr/ is off by -?nan, where/, 'nan',
+        'Is -inf subtracted from -inf, as in a row that sees no key, or 0 divided by 0? Or is something '
+        . 'read that nobody has written?'],
     [qr/ is off by .*, where .* is allowed/, 'numbers',
         'Which elements are wrong? The proof tries a single row, sizes that do not fill a tile, and large '
         . 'magnitudes.'],
     [qr/(?:FLOPs|instr[.a-z]*): predicted|FLOPs.*; the tiles that are not empty/, 'operations', undef],
-    [qr/(?:requests|sectors|passes|conflicts|barriers): predicted|; the tiles that are not empty/, 'counts',
+    [qr/conflicts: predicted/, 'banks',
+        'Lanes of a warp need different words of one bank of shared memory: words whose places in the array '
+        . 'differ by a multiple of 32. Which lanes, and how does the layout spread them?'],
+    [qr/(?:requests|sectors|passes|barriers): predicted|; the tiles that are not empty/, 'counts',
         undef],
     [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
         'Calls of two ranks are matched in the order in which they are started, and here both send, or '

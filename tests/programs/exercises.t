@@ -155,6 +155,18 @@ perl -Itests/course -MGrade -e '
     exit !(holds(90) && holds(125) && !holds(126))'
 report $? "a kernel may take fewer operations, and some more, under masks as well"
 
+# advises WORDS FAILURE: what the grader says about this first sentence of a failure.
+advises() {
+    perl -Itests/course -MGrade -e 'my ($kind, $words) = Grade::advice({ proof => "" }, shift); print $words' \
+        "$2" | grep -q -- "$1"
+    report $? "advice: $1"
+}
+race='kernel f, block 0, thread (1, 0), a.cu:9: reads byte 0 of x, which thread (0, 0) wrote (a.cu:6)'
+advises '__syncthreads() all threads of the block' "$race with no __syncwarp() between"
+advises 'subtracted from -inf' 'masked: lse is off by nan, where 3.7e-07 is allowed'
+advises 'different words of one bank' 'x, padded: bank conflicts: predicted 0, measured 8, off by 8'
+advises 'other tokens than the layout' 'zigzag: this rank computes 52 entries, by the formula 68'
+
 # Kernels: an answer that the emulator refuses.
 perl -0pe 's/ *__syncthreads\(\);  \/\/ all threads have read them\n//' 07_kernels/tiling.cu \
     >"$work/mine/tiling.cu"

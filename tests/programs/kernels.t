@@ -55,6 +55,10 @@ shows() {
 shows "by x takes 33 sectors a step, in 2 requests" coalescing '^matmul by x .* 16\.5 '
 shows "by y takes 5" coalescing '^matmul by y .* 2\.5 '
 shows "a strided copy takes 32 sectors a request" coalescing '^copy, strided .* 32 '
+shows "--verbose: a count, by formula, and by formula at full size" vector_add \
+    '^ +load requests +64 +64 +1048576$'
+shows "--verbose: the time of each part, and what limits the warps that fit" hopper \
+    '^ +memory 0\.03005, L2 0\.1791, .* ms; 8 of 64 warps fit, limited by registers$'
 shows "tiles of 32 take 8 sectors in place of 160" tiling 'in 32 steps, tiles +predicted +8 +measured +8 '
 shows "a column in one bank takes 32 passes" tiling '^A B., in one bank .* 1503% '
 shows "a swizzle has no bank conflicts" tiling '^A B., swizzled .* 0% '

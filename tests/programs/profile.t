@@ -39,6 +39,9 @@ report $? "--json holds what the tables show$missing"
     ! grep -qE 'nan|inf' "$work/m.svg" && [ "$(grep -c "<path fill='#" "$work/m.svg")" = 5 ]
 report $? "the picture has an area for each kind of memory"
 
+tests/programs/legible.py "$work/m.svg" >"$out" && [ ! -s "$out" ]
+report $? "no text leaves the picture"
+
 # The model clock does not depend on this machine: two runs draw the same picture.
 cp "$work/m.svg" "$work/first.svg"
 OMP_NUM_THREADS=1 profiles $small && cmp -s "$work/m.svg" "$work/first.svg"

@@ -38,6 +38,9 @@ for page in $all; do
 done
 [ -z "$missing" ]
 report $? "every figure of a page is one that readme.sh draws${missing:+, but not$missing}"
+tests/programs/legible.py 0*/*.svg >"$out"
+[ $? = 0 ] && [ ! -s "$out" ]
+report $? "every figure's title is large enough, and no text leaves its picture"
 rows=$(sed -n '/^<!-- claims -->/,/^<!-- .claims -->/p' tests/CLAIMS.md | grep -c '^| [0-9]')
 [ "$rows" = "$(grep -cE '^    row [0-9]' $script)" ]
 report $? "the table of claims has as many rows as readme.sh writes"

@@ -208,7 +208,7 @@ static void the_picture_has_every_span_in_its_place(void **context) {
     char file[32];
     a_step("step");
     Timeline t = timeline_of_step(true, "a row");
-    timeline_svg(&t, 1, "R&D/<t\xe9xt>", temporary(file));
+    timeline_svg(&t, 1, "R&D/<t\xe9xt>", "note", temporary(file));
     char *svg = text_of_file(file);
     // 876 pixels for 16 s: a second is 54.75 of them, from 68 on. The legend has two lines.
     const char *const expected[] = {
@@ -220,6 +220,7 @@ static void the_picture_has_every_span_in_its_place(void **context) {
         "<path fill='#efb118' d='M287.0 120h273.2v13h-273.2z'/>",  // A, 4 to 9
         "<path fill='#ff8ab7' d='M670.2 120h54.2v13h-54.2z'/>",    // R, 11 to 12
         "<text x='287.0' y='151' text-anchor='middle'>4</text>",
+        "<text x='944' y='173' text-anchor='end'>note</text>",
     };
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
         if (!strstr(svg, expected[i])) fail_msg("%s is not in\n%s", expected[i], svg);
@@ -238,7 +239,7 @@ static void spans_too_small_to_see_grow_together(void **context) {
     compute(NULL, 20);
     clock_pop();
     Timeline line = timeline_of_step(true, "row");
-    timeline_svg(&line, 1, "title", temporary(file));
+    timeline_svg(&line, 1, "title", NULL, temporary(file));
     char *svg = text_of_file(file), *path = strstr(svg, "<path fill='#efb118' d='");
     assert_non_null(path);
     int pieces = 0;
