@@ -90,7 +90,9 @@ static void check(const Config *c) {
           "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
           "device; --dtype bf16 would fit",
           dtype_name((DType)c->dtype));
-    CHECK(!config_given(c, "fp8-wire") || (config_number(c, "zero") >= 3 && c->dp * c->cp > 1) ||
+    bool replicas = config_number(c, "zero") > 3 && config_number(c, "shard-ranks") == 1;
+    CHECK(!config_given(c, "fp8-wire") ||
+              (config_number(c, "zero") >= 3 && c->dp * c->cp > 1 && !replicas) ||
               (config_number(c, "sp") && c->tp > 1),
           "--fp8-wire: neither ZeRO-3's weights nor --sp's rows are sent: leave it out, or give --zero 3 "
           "with several ranks of dp, or %s --sp",

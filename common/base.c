@@ -9,6 +9,7 @@
 #include <omp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <semaphore.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -16,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -276,12 +278,40 @@ static void tell_columns(void) {
 }
 
 // Whether the user has SIGHUP ignored (nohup). Libraries may catch it before main, as UCX does, which some
-// builds of Open MPI use; functions in this section run before those of any library.
+// builds of Open MPI use.
 static struct sigaction on_hangup;
 
-static void note_hangup(void) { sigaction(SIGHUP, NULL, &on_hangup); }
+// OpenBLAS repeats a refused request for memory until it is granted: with too little address space it would
+// hang, already when it is loaded. It takes two buffers of 128 MB for each thread.
+static void check_address_space(char **argv, char **environment) {
+    enum { OWN = 96, EACH = 256, MOST = 128 };  // MB; threads, as Debian builds OpenBLAS
+    static const char name[] = "OMP_NUM_THREADS=";
+    cpu_set_t cores;
+    long threads = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+    for (; *environment; environment++)
+        if (!strncmp(*environment, name, sizeof name - 1) && atol(*environment + sizeof name - 1) > 0)
+            threads = atol(*environment + sizeof name - 1);
+    if (threads > MOST) threads = MOST;
+    struct rlimit space;
+    rlim_t takes = (rlim_t)(OWN + EACH * threads) << 20;
+    if (getrlimit(RLIMIT_AS, &space) != 0 || space.rlim_cur >= takes) return;
+    dprintf(STDERR_FILENO,
+            "%s: OpenBLAS with %ld thread%s takes %llu MB of address space, and %llu are allowed (ulimit -v; "
+            "OMP_NUM_THREADS=1 needs %d)\n",
+            argv[0] ? basename(argv[0]) : "", threads, plural(threads), (unsigned long long)takes >> 20,
+            (unsigned long long)space.rlim_cur >> 20, OWN + EACH);
+    _exit(STATUS_USAGE);
+}
 
-__attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(void) = note_hangup;
+static void before_libraries(int argc, char **argv, char **environment) {
+    (void)argc;
+    sigaction(SIGHUP, NULL, &on_hangup);
+    check_address_space(argv, environment);
+}
+
+// Functions in this section run before those of any library.
+__attribute__((section(".preinit_array"), used)) static void (*const first)(int, char **, char **) =
+    before_libraries;
 
 static void open_standard_streams(void) {
     for (int stream = STDIN_FILENO; stream <= STDERR_FILENO; stream++)

@@ -113,6 +113,17 @@ static const char *too_few_files(int ranks) {
     return setrlimit(RLIMIT_NOFILE, &files) != 0 ? why : NULL;
 }
 
+// The same for address space. Each rank takes Open MPI's besides OpenBLAS's (base.c).
+static const char *too_little_space(void) {
+    enum { EACH = 768 };  // MB, with one thread
+    static char why[128];
+    struct rlimit space;
+    if (getrlimit(RLIMIT_AS, &space) != 0 || space.rlim_cur >> 20 >= EACH) return NULL;
+    snprintf(why, sizeof why, "each rank takes %d MB of address space, and %llu are allowed (ulimit -v)",
+             EACH, (unsigned long long)space.rlim_cur >> 20);
+    return why;
+}
+
 const char *control_launch(int argc, char **argv, int ranks) {
     static char self[4096], number[16];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
@@ -120,7 +131,8 @@ const char *control_launch(int argc, char **argv, int ranks) {
     char *here = getcwd(NULL, 0);
     if (!here) return "the folder in which it would start is gone";
     free(here);
-    const char *few = too_few_files(ranks), *nowhere = few ? few : no_session_folder(ranks);
+    const char *few = too_few_files(ranks), *little = few ? few : too_little_space();
+    const char *nowhere = little ? little : no_session_folder(ranks);
     if (nowhere) return nowhere;
     self[length] = '\0';
     snprintf(number, sizeof number, "%d", ranks);

@@ -267,6 +267,11 @@ if wanted "open files"; then
     one_line $? -F '4 ranks need mpirun: it opens up to 80 files, and 40 are allowed (ulimit -n)'
     report $? "open files: a hard limit is told: $(cat "$err")"
 fi
+if wanted "address space"; then
+    OMP_NUM_THREADS=1 run bash -c 'ulimit -v 400000 && exec "$@"' - "$comm" --scenario header
+    one_line $? -F '4 ranks need mpirun: each rank takes 768 MB of address space, and 390 are allowed (ulimit -v)'
+    report $? "address space for ranks: $(cat "$err")"
+fi
 if wanted "a folder that is gone"; then
     run bash -c 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"' "$work/nowhere" "$PWD/$comm" --scenario header
     one_line $? -F '4 ranks need mpirun: the folder in which it would start is gone'

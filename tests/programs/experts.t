@@ -27,6 +27,7 @@ passes "moe, DeepSeek in groups" moe --moe deepseek --experts 12 --expert-groups
 passes "moe, DeepSeek, one expert for each token, f32" moe --moe deepseek --top-k 1 --routed-scale 2.7 \
     --dtype f32 $quick
 passes "moe, capacity" moe --capacity 0.7 --seq 29 $quick
+passes "moe, capacity 3, as the product 0.14 x 75 x 2 / 7" moe --experts 7 --seq 75 --capacity 0.14 $one
 passes "moe, capacity, DeepSeek, shared experts, full" moe --capacity 0.4 --moe deepseek \
     --shared-experts 1 --expert-groups 2 --recompute full $quick
 passes "moe, recompute selective, flags in f32" moe --recompute selective --dtype f32 $quick

@@ -24,9 +24,18 @@ if wanted "one thread" && unshare -m --propagation private true 2>/dev/null; the
 fi
 # The machine has room for it, and gives none.
 if wanted "refused memory"; then
-    run bash -c 'ulimit -v 500000 && exec "$@"' - "$train" --hidden 2048 --ffn 8192 --steps 1
+    OMP_NUM_THREADS=1 run bash -c 'ulimit -v 500000 && exec "$@"' - "$train" --hidden 2048 --ffn 8192 --steps 1
     one_line $? -F ' more for parameters were refused, although the tensors leave '
     report $? "refused memory has a sentence of its own"
+fi
+# OpenBLAS would ask for it for ever.
+if wanted "address space"; then
+    OMP_NUM_THREADS=1 run bash -c 'ulimit -v 60000 && exec "$@"' - "$train" $small --steps 1
+    one_line $? -F 'train: OpenBLAS with 1 thread takes 352 MB of address space, and 58 are allowed (ulimit -v'
+    report $? "address space: too little when OpenBLAS is loaded"
+    OMP_NUM_THREADS=2 run bash -c 'ulimit -v 400000 && exec "$@"' - "$train" $small --steps 1
+    one_line $? -F 'OMP_NUM_THREADS=1 needs 352)'
+    report $? "address space: too little for two threads"
 fi
 # OpenBLAS would wait for the others for ever.
 OMP_NUM_THREADS=2 OMP_THREAD_LIMIT=1 runs "fewer threads than asked for" '^OpenBLAS .*, 1 thread(,|$)' \

@@ -48,6 +48,8 @@ passes "trains for real" train_5d --no-check --dtype f32 --steps 30 --lr 0.003 -
 grep -q '^step 15  held-out loss' "$out" && grep -q '^sample' "$out" && grep -q '^The plan' "$out"
 report $? "with a plan, held-out losses and a sample"
 
+refused "--fp8-wire: neither ZeRO-3's weights nor" train_5d --ranks 2 --dp 2 --pp 1 --tp 1 --dtype bf16 \
+    --zero hybrid --shard-ranks 1 --fp8 nanotron --fp8-wire
 refused "there is one: leave it out, or give --tp 2" train_5d --ranks 4 --tp 1 --sp
 refused "there is one: leave it out, or give --ranks 6 --tp 2" train_5d --ranks 3 --pp 3 --tp 1 --sp
 odd="--ranks 2 --dp 2 --pp 1 --tp 1 --sp --hidden 24"
