@@ -228,8 +228,8 @@ MeshShape layout_shape(const Config *config) {
 
 static void print_cost(const Config *config, const StepCost *cost) {
     // The wait may be longer than the communication: in a pipeline, for messages that are not yet sent.
-    say("\na step takes %.3f ms on %s; communication takes %.3f ms, and compute waits %.3f ms for it and for "
-        "other ranks; rank 0 sends %s\n",
+    say("\na step takes %.3f ms on %s; communication takes %.3f ms, and the wait for it and for other ranks "
+        "%.3f ms; rank 0 sends %s\n",
         1e3 * cost->step_seconds, config->machine, 1e3 * cost->comm.model_seconds,
         1e3 * cost->comm.exposed_seconds, bytes_text((double)cost->comm.bytes));
     say("memory of rank 0 at its peak: %s\n", bytes_text((double)cost->memory.peak_total));

@@ -44,7 +44,7 @@ report $? "three ranks show the picture in letters"
     [ "$(grep -c '^           dp      [Aa.]*$' "$out")" = 3 ] &&
     [ "$(awk 'length > 100 && /compute|dp  /' "$out" | wc -l)" = 0 ]
 report $? "two lines for each rank, no wider than a log"
-waits=$(grep -oE 'compute waits [0-9.]+ ms' "$out" | grep -oE '[0-9.]+')
+waits=$(grep -oE 'other ranks [0-9.]+ ms' "$out" | grep -oE '[0-9.]+')
 step=$(grep -oE 'a step takes [0-9.]+ ms' "$out" | grep -oE '[0-9.]+')
 awk "BEGIN { off = $waits / $step * 100 - $(share all exposed); exit !(off < 0.1 && -off < 0.1) }"
 report $? "its exposed share is what the step waited ($waits of $step ms)"
