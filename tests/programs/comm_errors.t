@@ -122,9 +122,9 @@ if unshare -m --propagation private true 2>/dev/null; then
     fi
 fi
 # Containers may have process numbers of their own (apptainer exec --pid): no rank finds the others'
-# processes.
+# processes. Rank 2 comes 6 s late, so that the others look for it.
 if wanted "ranks that do not see each other" && unshare -p -f true 2>/dev/null; then
-    by_mpirun -n 2 unshare -p -f bash -c 'for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do
+    by_mpirun -n 3 unshare -p -f bash -c 'for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do
         /bin/true; done; "$@"; exit' - "$comm" --scenario late-starved --timeout 60
     [ $? = 0 ]
     report $? "ranks that do not see each other are not dead: $(head -n 1 "$err")"
