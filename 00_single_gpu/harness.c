@@ -141,7 +141,6 @@ void layout_check(Config *config, int ranks, Techniques techniques) {
     CHECK(config_document_end(config) < config->vocab,
           "--documents %ld is no token of --vocab %ld: the last one is %ld", config_document_end(config),
           config->vocab, config->vocab - 1);
-    mesh_check(layout_shape(config), ranks);
 }
 
 // ---- flags that would have no effect ----

@@ -310,7 +310,7 @@ static void before_libraries(int argc, char **argv, char **environment) {
 }
 
 // Functions in this section run before those of any library.
-__attribute__((section(".preinit_array"), used)) static void (*const first)(int, char **, char **) =
+__attribute__((section(".preinit_array"), used)) static void (*const preinit)(int, char **, char **) =
     before_libraries;
 
 static void open_standard_streams(void) {

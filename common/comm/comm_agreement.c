@@ -215,7 +215,6 @@ static void compare(const Request *r, int i, const Notice *theirs) {
         notice_mismatch(comm.rank, &mine, rank, theirs, "");
     if (theirs->members != mine.members)
         notice_mismatch(comm.rank, &mine, rank, theirs, " of other members");
-    if (r->host && theirs->count != mine.count) notice_mismatch(comm.rank, &mine, rank, theirs, "");
     if (mine.before >= theirs->before + theirs->width) crossed(rank, theirs, r);
     bool mirrored = mine.kind == ALL_TO_ALL || mine.kind == TRANSFERS;
     bool same =

@@ -125,7 +125,7 @@ void checkpoint_check_place(const char *dir) {
 // The run named by the weights in a folder; 0: they name none, or there are none.
 static uint64_t run_of(const char *folder) {
     if (!folder_has(folder, MODEL_FILE)) return 0;
-    char *path = format_text("%s/model.safetensors", folder);
+    char *path = format_text("%s/%s", folder, MODEL_FILE);
     SafeTensors file = safetensors_open(path);
     const char *text = safetensors_metadata(&file, "run");
     uint64_t run = text ? strtoull(text, NULL, 16) : 0;

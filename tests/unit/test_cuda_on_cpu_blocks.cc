@@ -96,7 +96,7 @@ __global__ void neighbours(float *y, int distance) {
     word[t] = 1;
     if (BETWEEN == BLOCK) __syncthreads();
     if (BETWEEN == WARP) __syncwarp();
-    if (BETWEEN == SHUFFLE) y[t] = __shfl_xor_sync(0xffffffff, 1.f, 1);
+    if (BETWEEN == SHUFFLE || BETWEEN == HALF_WARP) y[t] = __shfl_xor_sync(0xffffffff, 1.f, 1);
     if (BETWEEN == HALF_WARP) __syncwarp(t % 32 < 16 ? 0xffff : 0xffff0000);
     y[t] = word[t ^ distance];
 }
@@ -115,7 +115,7 @@ static void races_on_shared_memory(void **state) {
     FOUND(LAUNCH(neighbours<WARP>, 1, 64, 0, 0, floats(64), 32), "no __syncthreads() between");
     // shuffles order nothing
     FOUND(LAUNCH(neighbours<SHUFFLE>, 1, 64, 0, 0, floats(64), 1), "no __syncwarp() between");
-    // and a __syncwarp of some lanes orders only these
+    // and a __syncwarp of some lanes orders only these, even if all have written
     SOUND(LAUNCH(neighbours<HALF_WARP>, 1, 64, 0, 0, floats(64), 8));
     FOUND(LAUNCH(neighbours<HALF_WARP>, 1, 64, 0, 0, floats(64), 16), "no __syncwarp() between");
 }
