@@ -34,6 +34,7 @@ enum {
     KEY_COLUMNS = 256,
     MATMUL_DEPTH = 512,      // terms of a sum over rows that a matrix multiply takes at once
     STREAM_BYTES = 1 << 20,  // more zeros than this go past the caches
+    FETCH_BYTES = 2048,      // between what a pass over long arrays reads and what it asks for
     SLICE_UNIT = 16,         // slices begin at multiples of this: a cache line of f32, and the BLAS's tile
     SCRATCH_SLOTS = 10,
     MAX_POSITIONS = 1 << 20,  // of RoPE's table

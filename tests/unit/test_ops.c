@@ -178,11 +178,12 @@ static void reference_matmul(double *want, const double *a, const double *b, int
 
 static void matmul_matches_reference(void **state) {
     (void)state;
-    // The last three are beyond the pieces in which sums are taken, beyond those in which columns are, and
-    // beyond the caches.
-    const int64_t sizes[][3] = {{1, 1, 1},   {3, 17, 31}, {17, 31, 257},  {257, 3, 17},   {31, 257, 1},
-                                {1, 257, 3}, {257, 1, 3}, {65, 33, 1031}, {3, 1201, 401}, {1061, 541, 2}};
-    for (int size = 0; size < 10; size++)
+    // The last four are beyond the pieces in which sums are taken, beyond those in which columns are, beyond
+    // the rows that are packed at once, and beyond the caches.
+    const int64_t sizes[][3] = {{1, 1, 1},      {3, 17, 31},    {17, 31, 257}, {257, 3, 17},
+                                {31, 257, 1},   {1, 257, 3},    {257, 1, 3},   {65, 33, 1031},
+                                {3, 1201, 401}, {401, 70, 401}, {1061, 541, 2}};
+    for (int size = 0; size < 11; size++)
         for (int how = 0; how < 8; how++)
             for (int type = 0; type < GRADIENT_DTYPES; type++) {
                 const DType dtype = gradient_dtypes[type][0], to = gradient_dtypes[type][1];
