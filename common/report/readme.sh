@@ -210,6 +210,8 @@ row() {
     row 27 'm = p - 1 micro-batches: the bubble takes as long as the work' schedule \
         '--schedule one_f_one_b --stages 8 --micro-batches 7' '^makespan'
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
+    row 27 '… with p = 8 and m = 8 micro-batches, for v = 1, 2, 4, 8 …' schedule '' '^ *8 +87'
+    row 27 '… and with m = 4, less than p' schedule '' '^ *4 +175'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
     row 28 'ZB-H2: no bubble as a period if F = B = W, at about twice the memory' schedule \
         '--schedule zb_h2 --forward 10 --backward 10 --weight 10' '^period'
