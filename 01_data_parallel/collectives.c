@@ -10,6 +10,13 @@
 //     all-to-all       part i to rank i         (N - 1) K       all-reduce    the sum to each   2 (N - 1) K
 //
 // Memory per rank: the tensors shown. On 3 ranks the playbook's examples must give the playbook's numbers.
+//
+// Last, from the playbook's "Pipeline Parallelism", bus bandwidth on 1 to 64 nodes: the bytes that each rank
+// sends, over the time. An all-gather and a reduce-scatter go round a ring once, which takes t on m nodes, an
+// all-reduce twice, so that all have the same:
+//
+//     (N - 1) / N K / t,   t = (N - m) node latency + (m - 1) network latency + (N - 1) / N K / B
+//     B = NVLink; on several nodes at most all network ports of one
 // Run: build/01_data_parallel/collectives                 (--ranks 5, --sleep 0.1 …)
 // Last line: PASS collectives: every rank holds what each call promises …
 #include <math.h>
@@ -235,6 +242,40 @@ static void barrier(Group w, double seconds) {
     report_that(early == 0, "barrier: in %g cases a rank left before another had entered", early);
 }
 
+// ---- bus bandwidth, as nccl-tests defines it ----
+
+// Bytes a second that each of n ranks sends while `call` moves a tensor of so many bytes round a ring.
+static double bus_bandwidth(const char *call, double bytes, int n, int per_node) {
+    double rounds = strcmp(call, "all_reduce") ? 1 : 2, sent = rounds * (n - 1) / n * bytes;
+    return sent / clock_collective_seconds(call, bytes, n, per_node);
+}
+
+static void bus_bandwidths(int per_node) {
+    static const double sizes[] = {1e6, 25e6, 1e9};  // 25 MB: the default bucket of DDP
+    static const char *const calls[] = {"all_reduce", "all_gather", "reduce_scatter"};
+    Machine m = clock_reached();
+    say("\nBus bandwidth of all-reduce, all-gather and reduce-scatter by the size of the tensor, in GB/s,\n"
+        "on the model clock of %s, nodes of %d GPU%s:",
+        m.name, per_node, plural(per_node));
+    say("  nodes   GPUs %10s %10s %10s", bytes_text(sizes[0]), bytes_text(sizes[1]), bytes_text(sizes[2]));
+    for (int nodes = per_node > 1 ? 1 : 2; nodes <= 64; nodes *= 2) {
+        int n = nodes * per_node;
+        double round = (n - nodes) * m.node_latency + (nodes - 1) * m.network_latency, row[3];
+        double ports = per_node * m.network_bytes_per_second, link = m.node_bytes_per_second;
+        if (nodes > 1) link = fmin(link, ports);
+        for (int i = 0; i < 3; i++) {
+            double formula = 1 / (1 / link + n * round / (n - 1) / sizes[i]);
+            for (int call = 0; call < 3; call++) {
+                row[i] = bus_bandwidth(calls[call], sizes[i], n, per_node);
+                report_that(fabs(row[i] - formula) <= 1e-9 * formula,
+                            "%s of %g bytes on %d nodes: %.12g bytes/s by the clock, %.12g by the formula",
+                            calls[call], sizes[i], nodes, row[i], formula);
+            }
+        }
+        say("  %5d %6d %10.1f %10.1f %10.1f", nodes, n, 1e-9 * row[0], 1e-9 * row[1], 1e-9 * row[2]);
+    }
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     double seconds;
@@ -265,6 +306,7 @@ int main(int argc, char **argv) {
     shift(world);
     batch(world);
     barrier(world, seconds);
+    bus_bandwidths(config.gpus_per_node ? (int)config.gpus_per_node : clock_machine()->gpus_per_node);
     int64_t left = memory_account().now[MEMORY_ACTIVATION];
     report_that(left == 0, "the calls leave %lld B of device memory behind, expected 0", (long long)left);
     timeline_finish(&config, world);

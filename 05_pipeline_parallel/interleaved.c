@@ -15,8 +15,9 @@
 //     rank 2  |....F0F1F2F3f0f1f2..d0--f3d1--..d2--..d3--D0--D1--D2--D3--........
 //     rank 3  |......F0F1F2F3f0d0--f1d1--f2d2--f3d3--D0--D1--D2--D3--............
 //
-// Bubble: (p - 1) (F + B + W) / v if group divides m. Messages sent: 2 m v by middle ranks, v times 1F1B's,
-// and m (2 v - 1) by the first and the last. Held on rank r: min(m, (a + 1) / v) micro-batches of v stages.
+// Bubble: (p - 1) (F + B + W) / v if group divides m; (p - m + (m - 1) / v) (F + B + W) if m < p. Messages
+// sent: 2 m v by middle ranks, v times 1F1B's, and m (2 v - 1) by the first and the last. Held on rank r:
+// min(m, (a + 1) / v) micro-batches of v stages.
 // Run: build/05_pipeline_parallel/interleaved
 //      build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
 // Last line: PASS interleaved: stages on several ranks reproduce the single-device step …

@@ -24,7 +24,8 @@ double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish) {
             return (p - 1) * all;
         case ONE_F_ONE_B:
             return (p - 1) * (wish->split ? F + B : all);
-        case INTERLEAVED:
+        case INTERLEAVED:  // fewer than p leave a rank's next stage waiting for the first of them
+            if (m < p) return (p - m) * all + (m - 1) * all / wish->chunks;
             return m % group == 0 ? (p - 1) * all / wish->chunks : NAN;
         case ZB_H1:
             return m >= p ? (p - 1) * fmax(F + fmax(0, B - W), B) : NAN;
@@ -197,6 +198,30 @@ static void table_of(int p, int m, Durations d) {
     table_row(INTERLEAVED, &wish);
 }
 
+// The playbook's plot of p = 8.
+static void table_of_chunks(Durations d) {
+    const int p = 8;
+    say("\nInterleaved on %d ranks, the bubble as a share of the work. By formula (p - 1) / (v m), but "
+        "with m < p\n"
+        "(p - m) / m + (m - 1) / (v m); m = 1 is the naive pipeline, whatever v:\n"
+        "    m  %8s %8s %8s %8s",
+        p, "v = 1", "v = 2", "v = 4", "v = 8");
+    for (int m = 1; m <= 32; m *= 2) {
+        double share[4];
+        for (int i = 0; i < 4; i++) {
+            ScheduleWish wish = {.ranks = p, .micro_batches = m, .chunks = 1 << i, .durations = d};
+            Schedule s = schedule_make(INTERLEAVED, &wish);
+            ScheduleTimes t = schedule_times(&s, d);
+            agrees("bubble", &s, schedule_bubble_formula(INTERLEAVED, &wish), t.bubble,
+                   ROUNDING * t.makespan);
+            share[i] = 100 * t.bubble / (t.makespan - t.bubble);
+            schedule_times_free(&t, &s);
+            schedule_free(&s);
+        }
+        say("  %3d  %7.1f%% %7.1f%% %7.1f%% %7.1f%%", m, share[0], share[1], share[2], share[3]);
+    }
+}
+
 // ---- what the papers' durations give ----
 
 // F = 10, B = 12, W = 8.
@@ -260,6 +285,7 @@ int schedule_table(Durations d) {
         d.F, d.B, d.W, d.pair, d.hop);
     for (int p = 4; p <= 8; p *= 2)
         for (int m = p; m <= 4 * p; m *= 2) table_of(p, m, d);
+    table_of_chunks(d);
     prove_exact();
     say("\nThe best that F, B and W reach in any order (BW taken apart), at the same places and memory:\n"
         "%-14s %s %2s %9s %9s %10s",

@@ -152,6 +152,8 @@ row() {
     row 5 'the same for our block, to the byte' memory --measure 'activations kept'
     row 5 'with TP and SP (34 + 5 a s / h) / t; and our block' sequence_parallel '' '^ *TP with SP  +[0-9]'
     row 6 'selective: 70% less activation memory for 2.7% more compute' recompute '' '^GPT-3'
+    row 6 '… often faster as well: flash attention recomputes scores, without a trip to memory' recompute '' \
+        '^ +8192 '
     row 7 'MFU leaves recomputed FLOPs out, HFU counts them' recompute \
         '--model llama-3-8b --dtype bf16 --dry-run' '^full'
     row 8 'forward 2 Psi, backward 4 Psi FLOPs a token' train '--dry-run --steps 1' 'estimate'
@@ -205,12 +207,18 @@ row() {
     row 27 'naive: a bubble of p - 1 times the work' schedule '--schedule afab --micro-batches 1' \
         '^makespan'
     row 27 '1F1B: a bubble of (p - 1) / m, and p micro-batches held' schedule '' '^ *one_f_one_b +[0-9]'
+    row 27 'm = p - 1 micro-batches: the bubble takes as long as the work' schedule \
+        '--schedule one_f_one_b --stages 8 --micro-batches 7' '^makespan'
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
+    row 27 '… with p = 8 and m = 8 micro-batches, for v = 1, 2, 4, 8 …' schedule '' '^ *8 +87'
+    row 27 '… and with m = 4, less than p' schedule '' '^ *4 +175'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
     row 28 'ZB-H2: no bubble as a period if F = B = W, at about twice the memory' schedule \
         '--schedule zb_h2 --forward 10 --backward 10 --weight 10' '^period'
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule \
         '--schedule dualpipe' '^makespan'
+    row 29 'bandwidth of all-reduce, all-gather and reduce-scatter from 1 node …' collectives '' '^ *1 +8 '
+    row 29 '… to 64' collectives '' '^ *64 +512 '
     row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b \
         '--ranks 16 --layers 16 --steps 1' '^ *pp, m = 7'
     row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'

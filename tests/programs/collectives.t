@@ -43,6 +43,12 @@ prints "reduce_scatter ends in the playbook's numbers" '0 1 2 1 4 1 8 -> 6 12' '
     '2 3 6 9 36 27 216 -> 36 288'
 prints "all_to_all is a transpose; unequal parts arrive whole" \
     '1 10 11 12 -> 1 11 21' '2 20 20 22 -> 12 12 22'
+prints "bus bandwidth falls where the node ends, and with each node" \
+    'nodes GPUs 1.00 MB 25.0 MB 1.00 GB' '1 8 34.0 302.1 444.6' '2 16 15.7 202.4 390.5' \
+    '64 512 0.5 11.4 215.9'
+passes "collectives, nodes of one GPU" collectives --ranks 2 --sleep 0.01 --gpus-per-node 1 \
+    --network-efficiency 0.7
+prints "its bandwidth begins with two nodes" '2 2 20.9 34.1 35.0'
 for ranks in 1 2 4 8; do passes "collectives, $ranks ranks" collectives --ranks $ranks --sleep 0.01; done
 
 passes "ring, 4 ranks, f32" ring_all_reduce

@@ -45,6 +45,19 @@ rows=$(sed -n '/^<!-- claims -->/,/^<!-- .claims -->/p' tests/CLAIMS.md | grep -
 [ "$rows" = "$(grep -cE '^    row [0-9]' $script)" ]
 report $? "the table of claims has as many rows as readme.sh writes"
 
+# Those of programs that run in one process and at once; the quotes are every second field of a row.
+stale='' command='' rows=0
+while IFS='`' read -r _ next _ line _; do
+    program=$build/$(ls 0*/"${next%% *}".c 2>/dev/null | sed 's/\.c$//')
+    [[ $program =~ /(memory|recompute|train|schedule|formats|moe)$ ]] || continue
+    [ "$next" = "$command" ] || run "$program" $(grep -o ' .*' <<<"$next") || stale="$stale $next;"
+    command=$next rows=$((rows + 1))
+    sed -E 's/ +/ /g; s/^ //; s/ \((exact|reas).*//' "$out" | grep -qxF -e "$(sed -E 's/ +/ /g' <<<"$line")" ||
+        stale="$stale $next: $line;"
+done < <(grep '^| [0-9]' tests/CLAIMS.md)
+[ -z "$stale" ] && [ $rows -gt 20 ]
+report $? "programs of one process print what the table of claims says${stale:+, but not$stale}"
+
 missing=''
 sources='(common|tests|0[0-9]_[a-z_]+)/[A-Za-z0-9_/]+\.(c|cc|cu|h|md|sh|t|txt)'
 names="(build/0[0-9]_[a-z_]+/[a-z0-9_]+|$sources)\b"

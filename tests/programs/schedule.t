@@ -76,6 +76,9 @@ report $? "1F1B is what it is called"
 schedule --schedule afab --stages 4 --micro-batches 1
 grep -q 'bubble 90 (300% of the work)' "$out"
 report $? "AFAB of one micro-batch is the naive pipeline"
+schedule --schedule one_f_one_b --stages 8 --micro-batches 7
+grep -q '^makespan 420 = work 210 + bubble 210 (100% of the work)' "$out"
+report $? "1F1B of p - 1 micro-batches waits as long as it works"
 schedule --schedule one_f_one_b --stages 4 --micro-batches 8 --split &&
     grep -q 'bubble of a step 66, of a period 66' "$out"
 report $? "--split takes B and W apart"
