@@ -213,8 +213,8 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     if (svg && base_rank() == 0) schedule_svg(s, &times, title, svg);
     say("%s; F %g, B %g, W %g, F+BW %g, hop %g", title, d.F, d.B, d.W, d.pair, d.hop);
     say("%s", letters);
-    say("F2 forward of micro-batch 2 (numbered where it fits), B backward for inputs, W for weights, D "
-        "both");
+    say("F2 forward of micro-batch 2 (numbered where it fits), B backward for inputs, "
+        "W for weights, D both");
     say("- a pass goes on; small letters: other stages of a rank; dots: bubble");
     say("makespan %.6g = work %.6g + bubble %.6g (%.4g%% of the work)", times.makespan, work, times.bubble,
         100 * times.bubble / work);
@@ -227,10 +227,9 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     report_number(s->name, "period_bubble", period_bubble, "");
     report_number(s->name, "held_to_w", schedule_most(s).held_to_w, "micro-batches");
     double bubble = times.bubble, held = schedule_most(s).held_to_w;
-    int status = report_verdict(
-        "%s is sound: bubble of a step %.6g, of a period %.6g; "
-        "%.4g micro-batches held",
-        s->name, bubble, period_bubble, held);
+    int status =
+        report_verdict("%s is sound: bubble of a step %.6g, of a period %.6g; %.4g micro-batches held",
+                       s->name, bubble, period_bubble, held);
     schedule_times_free(&times, s);
     free(letters);
     free(title);

@@ -152,7 +152,7 @@ static void draw_pass(FILE *svg, const Schedule *s, StagePass pass, double x, do
 static void draw_rank(FILE *svg, const Schedule *s, const ScheduleTimes *times, int r, double scale) {
     int y = TOP + ROW * r;
     fprintf(svg, "<text x='%d' y='%d' text-anchor='end'>rank %d</text>\n", LEFT - 8, y + BAR - 8, r);
-    fprintf(svg, "<rect fill='#e6e9ed' x='%d' y='%d' width='%.2f' height='%d'/>\n", LEFT, y,
+    fprintf(svg, "<rect class='bubble' x='%d' y='%d' width='%.2f' height='%d'/>\n", LEFT, y,
             times->makespan * scale, BAR);
     for (int i = 0; i < s->list[r].count; i++) {
         const Action *action = &s->list[r].action[i];
@@ -163,6 +163,7 @@ static void draw_rank(FILE *svg, const Schedule *s, const ScheduleTimes *times, 
     }
 }
 
+// Passes suit a light and a dark page; text and the bubble change with it.
 void schedule_svg(const Schedule *s, const ScheduleTimes *times, const char *title, const char *file) {
     // wide enough for two digits on the shortest pass
     double wanted = times->makespan > 0 ? 15 * times->makespan / shortest_action(s, times) : 0;
@@ -170,12 +171,13 @@ void schedule_svg(const Schedule *s, const ScheduleTimes *times, const char *tit
     double scale = times->makespan > 0 ? plot / times->makespan : 0;
     int width = (int)ceil(LEFT + plot + RIGHT), height = TOP + ROW * s->ranks + BOTTOM;
     FILE *svg = svg_open("--svg", file, width, height);
-    fprintf(svg,
-            "<style>text{fill:#24292f}.t{font-size:15px;font-weight:600}.n{text-anchor:middle}.w{fill:#fff}"
-            "</style>\n"
-            "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
-            "<text class='t' x='%d' y='25'>%s</text>\n",
-            width - 1, height - 1, LEFT, title);
+    fprintf(
+        svg,
+        "<style>\ntext{fill:#3d444d}.t{font-size:15px;font-weight:600}.n{text-anchor:middle;fill:#14181d}"
+        ".w{fill:#fff}\n.bubble{fill:#8b949e;fill-opacity:.2}\n"
+        "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}}\n</style>\n"
+        "<text class='t' x='%d' y='25'>%s</text>\n",
+        LEFT, title);
     draw_legend(svg, s);
     for (int r = 0; r < s->ranks; r++) draw_rank(svg, s, times, r, scale);
     fprintf(svg, "<text x='%d' y='%d'>grey: bubble. Makespan %.6g, of which %.6g is bubble</text>\n", LEFT,

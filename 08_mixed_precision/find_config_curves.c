@@ -11,9 +11,12 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "files.h"
 #include "find_config.h"
 #include "report/report.h"
+#include "report/svg.h"
+
+// The colour of text on a light and on a dark page.
+static const char themes[] = "text{fill:#3d444d}\n@media(prefers-color-scheme:dark){text{fill:#d1d7e0}}\n";
 
 // ---- curves ----
 
@@ -61,17 +64,16 @@ static double throughput(const Curve *curve, int which, int degree, double *byte
 
 static void draw_curves(const char *file, const Curve *curve) {
     static const char *const color[] = {"#c0392b", "#2471a3", "#1e8449", "#b7950b"};
-    FILE *out = output_open("--curves", file);
-    fprintf(
-        out,
-        "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 640 360' font-family='sans-serif' "
-        "font-size='12'>\n<rect width='640' height='360' fill='white'/>\n"
-        "<text x='60' y='24'>throughput of a GPU, relative to the curve's first point; dashed: the end of "
-        "a node</text>\n<line x1='228' y1='40' x2='228' y2='310' stroke='#999' "
-        "stroke-dasharray='4'/>\n");
+    FILE *out = svg_open("--curves", file, 640, 360);
+    fprintf(out,
+            "<style>\n%s.grid{stroke:#8b949e;stroke-opacity:.35}</style>\n"
+            "<text x='60' y='24'>throughput of a GPU, relative to the curve's first point; dashed: the end "
+            "of a node</text>\n"
+            "<line x1='228' y1='40' x2='228' y2='310' stroke='#8b949e' stroke-dasharray='4'/>\n",
+            themes);
     for (int i = 0; i <= 5; i++)
         fprintf(out,
-                "<line x1='60' x2='600' y1='%d' y2='%d' stroke='#ddd'/><text x='22' y='%d'>%d%%</text>\n",
+                "<line class='grid' x1='60' x2='600' y1='%d' y2='%d'/><text x='22' y='%d'>%d%%</text>\n",
                 310 - 50 * i, 310 - 50 * i, 314 - 50 * i, 20 * i);
     for (int i = 0; i <= 10; i++)
         fprintf(out, "<text x='%d' y='328' text-anchor='middle'>%d</text>\n", 60 + 54 * i, 1 << i);
@@ -81,11 +83,10 @@ static void draw_curves(const char *file, const Curve *curve) {
         for (int i = 0; i < curve[k].points; i++)
             fprintf(out, "%.1f,%.1f ", 60 + 54 * log2(curve[k].degree[i]),
                     310 - 250 * curve[k].tokens[i] / curve[k].tokens[0]);
-        fprintf(out, "'/>\n<text x='480' y='%d' fill='%s'>%s</text>\n", 220 + 18 * k, color[k],
+        fprintf(out, "'/>\n<text x='480' y='%d' style='fill:%s'>%s</text>\n", 220 + 18 * k, color[k],
                 curve[k].name);
     }
-    fprintf(out, "</svg>\n");
-    output_close(out, "--curves", file);
+    svg_close(out, "--curves", file);
 }
 
 void curves(const char *file) {
@@ -154,31 +155,31 @@ static void draw_cell(FILE *out, int row, int column, const Goal *goal, const Se
     int x = 70 + 110 * column, y = 50 + 90 * row;
     if (s->count == 0) {
         fprintf(out,
-                "<rect x='%d' y='%d' width='106' height='86' fill='#eee'/><text x='%d' y='%d'>does not fit"
-                "</text>\n",
+                "<rect x='%d' y='%d' width='106' height='86' fill='#eee'/>"
+                "<text class='in' x='%d' y='%d'>does not fit</text>\n",
                 x, y, x + 8, y + 46);
         return;
     }
     const Found *f = &s->best[0];
     double mfu = found_mfu(goal, f);
     int shade = (int)fmin(255, 255 * fmax(0, 1 - mfu / 0.6));
-    fprintf(out, "<rect x='%d' y='%d' width='106' height='86' fill='rgb(%d,%d,255)'/>\n", x, y, shade,
-            128 + shade / 2);
+    fprintf(out, "<g class='in'><rect x='%d' y='%d' width='106' height='86' fill='rgb(%d,%d,255)'/>\n", x,
+            y, shade, 128 + shade / 2);
     fprintf(out, "<text x='%d' y='%d' font-weight='bold'>%.0f%% MFU</text>\n", x + 6, y + 18, 100 * mfu);
     fprintf(out, "<text x='%d' y='%d'>dp %d tp %d pp %d</text>\n", x + 6, y + 36, f->dp, f->tp, f->pp);
     fprintf(out, "<text x='%d' y='%d'>cp %d zero %d</text>\n", x + 6, y + 53, f->cp, f->zero);
-    fprintf(out, "<text x='%d' y='%d'>mbs %ld x %ld</text>\n", x + 6, y + 70, f->micro_batch,
+    fprintf(out, "<text x='%d' y='%d'>mbs %ld x %ld</text></g>\n", x + 6, y + 70, f->micro_batch,
             f->micro_batches);
 }
 
 void heat_map(const char *file, const char *machine) {
-    FILE *out = output_open("--heat-map", file);
-    fprintf(out,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 860 430' font-family='sans-serif' "
-            "font-size='11'>\n<rect width='860' height='430' fill='white'/>\n<text x='70' y='18'>fastest "
-            "layouts, 1M tokens a step, s = 4096, %s; this book's own steps, in the median "
-            "%.0f%% off published ones</text>\n",
-            machine, 100 * FITTED_MEDIAN);
+    FILE *out = svg_open("--heat-map", file, 860, 430);
+    fprintf(
+        out,
+        "<style>\n%stext{font-size:11px}.in,.in text{fill:#14181d}</style>\n"
+        "<text x='70' y='18'>fastest layouts, 1M tokens a step, s = 4096, %s; this book's own steps, in "
+        "the median %.0f%% off published ones</text>\n",
+        themes, machine, 100 * FITTED_MEDIAN);
     for (int column = 0; column < NODES; column++)
         fprintf(out, "<text x='%d' y='42'>%d node%s</text>\n", 90 + 110 * column, 1 << column,
                 column ? "s" : "");
@@ -198,6 +199,5 @@ void heat_map(const char *file, const char *machine) {
             free(shape);
         }
     }
-    fprintf(out, "</svg>\n");
-    output_close(out, "--heat-map", file);
+    svg_close(out, "--heat-map", file);
 }

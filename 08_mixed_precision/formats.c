@@ -292,15 +292,15 @@ static void draw_points(const char *file) {
     char cell[WIDTH + 1];
     FILE *svg = svg_open("--svg", file, LEFT + WIDTH + 20, HEIGHT);
     fprintf(svg,
-            "<style>text{fill:#24292f}.t{font-size:15px;font-weight:600}</style>\n"
-            "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
+            "<style>\ntext{fill:#3d444d}.t{font-size:15px;font-weight:600}path{fill:#0969da}\n"
+            "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}path{fill:#54aeff}}\n</style>\n"
             "<text class='t' x='%d' y='25'>10,000 points between 1 and 2, rounded to nearest</text>\n",
-            LEFT + WIDTH + 19, HEIGHT - 1, LEFT);
+            LEFT);
     for (int row = 0; row < FORMATS; row++) {
         int y = TOP + ROW * row;
         occupied(&formats[row], cell, WIDTH + 1);
-        fprintf(svg, "<text x='%d' y='%d' text-anchor='end'>%s</text>\n<path fill='#0969da' d='", LEFT - 10,
-                y + 16, formats[row].name);
+        fprintf(svg, "<text x='%d' y='%d' text-anchor='end'>%s</text>\n<path d='", LEFT - 10, y + 16,
+                formats[row].name);
         for (int x = 0; x <= WIDTH; x++)
             if (cell[x] == '|') fprintf(svg, "M%d %dh1v24h-1z", LEFT + x, y);
         fprintf(svg, "'/>\n");

@@ -90,6 +90,10 @@ static void check(const Config *c) {
           "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
           "device; --dtype bf16 would fit",
           dtype_name((DType)c->dtype));
+    CHECK(!config_number(c, "fp8-wire") || r || c->no_check,
+          "--fp8-wire without --fp8: what arrives in 8 bits is far from the %s that one device multiplies; "
+          "--fp8 te-delayed would fit, or --no-check",
+          dtype_name((DType)c->dtype));
     bool replicas = config_number(c, "zero") > 3 && config_number(c, "shard-ranks") == 1;
     CHECK(!config_given(c, "fp8-wire") ||
               (config_number(c, "zero") >= 3 && c->dp * c->cp > 1 && !replicas) ||

@@ -99,20 +99,20 @@ enum { RATES = 5, LEFT = 70, TOP = 50, WIDTH = 560, HEIGHT = 300 };
 static const double rates[RATES] = {0.003, 0.03, 0.3, 1, 3};
 
 static void draw_rates(const char *file, double (*last)[RATES], int rows, double highest) {
-    static const char *const colour[] = {"#24292f", "#0969da", "#54aeff", "#bf3989",
+    static const char *const colour[] = {"#8b949e", "#0969da", "#54aeff", "#bf3989",
                                          "#1a7f37", "#cf222e", "#9a6700"};
     FILE *svg = svg_open("--curves", file, LEFT + WIDTH + 120, TOP + HEIGHT + 50);
     fprintf(svg,
-            "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
+            "<style>\ntext{fill:#3d444d}.grid{stroke:#8b949e;stroke-opacity:.35}\n"
+            "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}}\n</style>\n"
             "<text x='%d' y='28' font-size='15' font-weight='600'>Loss after 100 steps, by --lr</text>\n",
-            LEFT + WIDTH + 119, TOP + HEIGHT + 49, LEFT);
+            LEFT);
     double low = floor(last[0][0]), across = WIDTH / (RATES - 1.0), scale = HEIGHT / (highest - low);
     for (int i = 0; i < RATES; i++)
         fprintf(svg, "<text x='%g' y='%d' text-anchor='middle'>%g</text>\n", LEFT + i * across,
                 TOP + HEIGHT + 24, rates[i]);
     for (double y = low; y <= highest; y++)
-        fprintf(svg,
-                "<text x='%d' y='%g' text-anchor='end'>%g</text><path stroke='#d0d7de' d='M%d %gh%d'/>\n",
+        fprintf(svg, "<text x='%d' y='%g' text-anchor='end'>%g</text><path class='grid' d='M%d %gh%d'/>\n",
                 LEFT - 10, TOP + HEIGHT - (y - low) * scale + 4, y, LEFT, TOP + HEIGHT - (y - low) * scale,
                 WIDTH);
     for (int row = 0; row < rows; row++) {
@@ -120,8 +120,8 @@ static void draw_rates(const char *file, double (*last)[RATES], int rows, double
         for (int i = 0; i < RATES; i++)
             fprintf(svg, "%c%g %g", i ? 'L' : 'M', LEFT + i * across,
                     TOP + HEIGHT - (fmin(last[row][i], highest) - low) * scale);
-        fprintf(svg, "'/><text x='%d' y='%d' fill='%s'>%s</text>\n", LEFT + WIDTH + 16, TOP + 16 + 20 * row,
-                colour[row], row ? fp8_recipes[row - 1].name : "bf16");
+        fprintf(svg, "'/><text x='%d' y='%d' style='fill:%s'>%s</text>\n", LEFT + WIDTH + 16,
+                TOP + 16 + 20 * row, colour[row], row ? fp8_recipes[row - 1].name : "bf16");
     }
     svg_close(svg, "--curves", file);
 }

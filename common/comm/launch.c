@@ -368,6 +368,8 @@ int launch(char *const *words) {
     snprintf(number, sizeof number, "%d", (int)getpid());
     setenv(LAUNCHER, number, 1);
     setenv("OMPI_MCA_orte_execute_quiet", "1", 0);
+    // Without a PATH mpirun is found, but ends without a word because it does not find ssh.
+    setenv("PATH", "/usr/local/bin:/usr/bin:/bin", 0);
     clear_abandoned();
     make_folder();
     base_set_rank(0, 1, leave_it_to_the_ranks);

@@ -64,6 +64,9 @@ void config_check(const Config *c) {
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++)
         CHECK(bounds[i].value >= 1 && bounds[i].value <= bounds[i].most, "--%s %ld is not from 1 to %ld",
               bounds[i].flag, bounds[i].value, bounds[i].most);
+    CHECK(c->vocab >= 2,
+          "--vocab 1: a single token is predicted with certainty, so the loss and all gradients are 0; "
+          "--vocab 256 holds any text");
     CHECK(c->head_size || c->hidden % c->heads == 0,
           "--hidden %ld is not divisible by --heads %ld: --hidden %ld would fit, or any with --head-size",
           c->hidden, c->heads, (c->hidden / c->heads + 1) * c->heads);

@@ -277,6 +277,10 @@ if wanted "a folder that is gone"; then
     one_line $? -F '4 ranks need mpirun: the folder in which it would start is gone'
     report $? "a folder that is gone: $(cat "$err")"
 fi
+if wanted "an environment without a PATH"; then
+    run env -u PATH "$comm" 'a_ring*'
+    report $? "an environment without a PATH"
+fi
 [ "$only" = "*" ] || finish
 
 PATH=/nonexistent "$comm" >"$out" 2>"$err"

@@ -65,6 +65,9 @@ passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 
     --lr 0.001 \
     --proof-only
 refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
+refused "fp8 te-delayed would fit, or --no-check" $program --dtype bf16 --fp8 none --zero 3 --fp8-wire
+passes "without a proof weights in bf16 go in 8 bits" $program --no-check --layers 1 --steps 2 --dtype bf16 \
+    --fp8 none --zero 3 --fp8-wire
 refused "give --zero 3 with several ranks of dp, or --tp 2 --sp" $program $one --dtype bf16 --fp8-wire
 refused "give --zero 3 with several ranks of dp" $program $one --dtype bf16 --zero 3 --tp 2 \
     --fp8-wire

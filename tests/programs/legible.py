@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-# legible.py FILE.svg…: names each title below 12 pixels, and each text that leaves its picture, if letters
-# are as wide as Helvetica's.
+# legible.py FILE.svg…: names each title below 12 pixels, each text that leaves its picture, if letters are
+# as wide as Helvetica's, and each picture that does not follow the page's theme.
 import re
 import sys
 import xml.etree.ElementTree as tree
@@ -16,6 +16,9 @@ def width(text):  # in units of the height
 for file in sys.argv[1:]:
     root = tree.parse(file).getroot()
     style = ''.join(s.text for s in root.iter(SVG + 'style'))
+    page = [r for r in root.iter(SVG + 'rect') if r.get('fill') in ('#fff', 'white')]
+    if page or not re.search(r'\(prefers-color-scheme:dark\)\{[^@]*\btext\b[^@]*\{fill:', style):
+        print(f'{file}: stays light on a dark page')
     sizes = dict(re.findall(r'\.(\w+)\{[^}]*font-size:([\d.]+)px', style))
     right = float(root.get('viewBox').split()[2])
     for text in root.iter(SVG + 'text'):

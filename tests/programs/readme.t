@@ -40,7 +40,7 @@ done
 report $? "every figure of a page is one that readme.sh draws${missing:+, but not$missing}"
 tests/programs/legible.py 0*/*.svg >"$out"
 [ $? = 0 ] && [ ! -s "$out" ]
-report $? "every figure's title is large enough, and no text leaves its picture"
+report $? "every figure's title is large enough, no text leaves its picture, and all follow the page's theme"
 rows=$(sed -n '/^<!-- claims -->/,/^<!-- .claims -->/p' tests/CLAIMS.md | grep -c '^| [0-9]')
 [ "$rows" = "$(grep -cE '^    row [0-9]' $script)" ]
 report $? "the table of claims has as many rows as readme.sh writes"

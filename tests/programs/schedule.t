@@ -50,7 +50,7 @@ width, height = float(root.get('width')), float(root.get('height'))
 svg = '{http://www.w3.org/2000/svg}'
 boxes = root.findall(svg + 'rect')
 texts = root.findall(svg + 'text')
-assert len(boxes) > 64 and boxes[0].get('fill') == '#fff', 'no background'
+assert len(boxes) > 64, 'few passes'
 for box in boxes:
     x, y, w, h = (float(box.get(k)) for k in ('x', 'y', 'width', 'height'))
     assert x >= 0 and y >= 0 and w > 0 and x + w <= width and y + h <= height, (x, y, w, h)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# suite.t: what tests/run shows of TAP programs that fail or are left out, and how it counts them; what
-# tests/recipes takes for a refusal. TAP.
+# suite.t: what tests/run shows of TAP programs that fail or are left out, and how it counts them; which
+# mutants it plants; what tests/recipes takes for a refusal. TAP.
 # needs: build/corpus.txt
 . "$(dirname "$0")/tap.sh"
 log=$work/log failures=$work/failures passed=0 failed=0
@@ -46,6 +46,15 @@ fi
 # cmocka's own skip() prints "not ok N # SKIP", which prove counts as red, and gives no reason.
 ! grep -nw 'skip();' tests/unit/* >"$out"
 report $? "no unit test calls cmocka's skip()"
+
+# The suite plants the same bugs of a tree each time, and as many others of the next.
+mkdir "$work/tree" && cp -a Makefile README.md common 0[0-9]_* tests "$work/tree"
+sample() { "$work/tree/tests/mutants/run" --sample --list | cut -d ' ' -f 1; }
+first=$(sample) again=$(sample)
+echo '// changed' >>"$work/tree/common/base.c"
+other=$(sample) both=$(comm -12 <(sort <<<"$first") <(sort <<<"$other") | wc -l)
+[ "$first" = "$again" ] && [ "$(wc -l <<<"$first")" = "$(wc -l <<<"$other")" ] && [ "$both" -lt 24 ]
+report $? "the sample of the mutants is that of the sources: $both are also the next tree's"
 
 # ended STATUS WORD LINE…: tests/recipes ends so, and has this word for a program that prints these lines and
 # ends with status 2.

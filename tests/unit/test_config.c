@@ -238,6 +238,7 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
         {"--model=", "--model needs a NAME"},
         {"--model llama-3-8b --model default", "--model is given twice"},
         {"--model llama-3-8b --heads 5", "--hidden 4096 is not divisible by --heads 5"},
+        {"--vocab 1", "the loss and all gradients are 0; --vocab 256 holds any text"},
         {"--dtype e4m3", "--dtype e4m3 is not one of f64|f32|bf16|f16"},
         {"--init a --resume b", "--init and --resume"},
         {"--save-every 5", "--save-every 5 needs --save"},
