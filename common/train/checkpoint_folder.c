@@ -18,6 +18,8 @@
 bool folder_has(const char *folder, const char *name) {
     char *path = format_text("%s/%s", folder, name);
     bool has = access(path, F_OK) == 0;
+    // What cannot be looked at may be there: an older checkpoint must not quietly take its place.
+    CHECK(has || errno == ENOENT || errno == ENOTDIR, "%s", file_fault("look for", path));
     free(path);
     return has;
 }

@@ -181,6 +181,21 @@ static void no_checkpoint_is_told(void **state) {
     free(path);
 }
 
+// As if nobody but root could look into it.
+static void a_newest_one_that_cannot_be_looked_at_is_not_passed_over(void **state) {
+    (void)state;
+    Run run = run_new("vocab=256");
+    run_save(&run, "step-000001");
+    char *hidden = format_text("%s/step-000002", folder);
+    char *config = format_text("%s/config.json", hidden);
+    assert_int_equal(mkdir(hidden, 0777), 0);
+    assert_int_equal(symlink("config.json", config), 0);  // to itself
+    expect_fatal(find_newest, folder, "cannot look for");
+    unlink(config), rmdir(hidden);
+    free(config), free(hidden);
+    run_free(&run);
+}
+
 // ---- the optimizer's state ----
 
 static void load_optimizer(void *context) {
@@ -321,6 +336,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(newest_is_the_largest_step),
         IN_A_FOLDER(a_run_begins_with_the_folder_given_whatever_is_saved_in_it),
         IN_A_FOLDER(no_checkpoint_is_told),
+        IN_A_FOLDER(a_newest_one_that_cannot_be_looked_at_is_not_passed_over),
         IN_A_FOLDER(weights_and_state_belong_together),
         IN_A_FOLDER(a_state_without_its_step_is_refused),
         IN_A_FOLDER(counts_that_would_overflow_are_refused),
