@@ -308,9 +308,10 @@ static void price(Price *p, const Model *m, const void *context) {
     bool all = moe->here == c->experts && moe->capacity == 0;
     keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
     keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
-    // Of all blocks: if other ranks' tokens arrive, or some are dropped, the number that came.
-    double rows = all ? each * n * k * (2 * h + 3 * f) * p->blocks : (double)moe->most_held;
-    keep(p->end, &p->end_rows, "rows, gate, up, act, out of experts", rows, m);
+    // If other ranks' tokens arrive, or some are dropped, the number that came, of all blocks.
+    const char *what = "rows, gate, up, act, out of experts";
+    if (all) keep(p->block, &p->block_rows, what, each * n * k * (2 * h + 3 * f), m);
+    else keep(p->end, &p->end_rows, what, (double)moe->most_held, m);
     p->peak_counted = true;
     p->peak_by_data |= !all;  // expert_tables.c has it from the ledger
     // A dry run knows which units are in memory together.

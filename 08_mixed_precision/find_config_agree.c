@@ -44,13 +44,13 @@ static const Row rows[] = {
     {2, 1, 1, 4, 0, ZB_H1, 1, 0, 1, 16, 0},
     {1, 1, 2, 4, 0, INTERLEAVED, 4, 2, 1, 8, 0},
     {1, 1, 2, 4, 0, ONE_F_ONE_B, 1, 2, 1, 12, 0},
-    // experts over dp, dp x tp, within tp, dp x cp x tp, and behind a pipeline
+    // experts over dp, dp x tp, within tp, dp x cp x tp, and behind a pipeline, spread and not
     {8, 1, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 2, 8},
     {4, 1, 2, 1, 1, ONE_F_ONE_B, 1, 0, 1, 3, 8},
     {2, 1, 4, 1, 3, ONE_F_ONE_B, 1, 0, 1, 2, 4},
     {2, 2, 2, 1, 2, ONE_F_ONE_B, 1, 2, 1, 2, 4},
     {2, 1, 2, 2, 1, ONE_F_ONE_B, 1, 0, 1, 8, 4},
-    {2, 1, 1, 4, 1, ONE_F_ONE_B, 1, 0, 1, 8, 2},
+    {2, 1, 1, 4, 1, ONE_F_ONE_B, 1, 0, 1, 8, 1},
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 // Its head's gradients are still in flight when backward has passed several blocks.
