@@ -166,13 +166,16 @@ fi
 # that still exists.
 if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
-        $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4); sleep 1
+        files() { find /dev/shm -type f | wc -l; }
+        all_shared() { for i in \$(seq 300); do [ \$(files) = 4 ] && break; sleep 0.1; done; }
+        $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4); all_shared
         kill -9 \$killed; for i in \$(seq 50); do kill -0 \$ranks 2>&1 | grep -q . && break; sleep 0.1; done
-        ls /dev/shm/*/* | wc -l
-        $comm --scenario late --timeout 60 2>&1 & lives=\$!; ranks_of \$lives 4 >/dev/null; sleep 1
-        ls /dev/shm/*/* | wc -l; $comm --scenario status; ls /dev/shm/*/* | wc -l; ls /dev/shm | wc -l
+        files
+        $comm --scenario late --timeout 60 2>&1 & lives=\$!; ranks_of \$lives 4 >/dev/null; all_shared
+        files; $comm --scenario status; files; ls /dev/shm | wc -l
         kill -9 \$lives"
-    [ "$(grep -x '[0-9]*' "$out" | tr '\n' ' ')" = '4 4 4 1 ' ]
+    seen=$(grep -x '[0-9]*' "$out" | tr '\n' ' ')
+    [ "$seen" = '4 4 4 1 ' ]
     report $? "a killed launcher's /dev/shm is cleared by the next; a run beside it keeps its own"
 fi
 # A signal's exit status is not that of a failed check, however it arrives: only at the launcher, at its

@@ -122,11 +122,12 @@ if wanted "an interrupted grade leaves no rank behind"; then
     mkdir -p "$work/loop"
     perl -0pe 's/(void all_reduce_after_backward[^{]*\{)/$1 for (volatile int x = 1; x;) continue;/' $naive \
         >"$work/loop/ddp_naive.c"
-    ranks() { grep -lsa "grade/ddp_naive/bin/ddp_nai[v]e" /proc/[0-9]*/cmdline >/dev/null; }
+    # by their program: the linker, and later mpirun, have its name on their command lines, too
+    running() { find /proc/[0-9]*/exe -lname '*/grade/ddp_naive/bin/ddp_naive' 2>/dev/null | wc -l; }
     $course grade --folder "$work/loop" ddp_naive >"$out" 2>"$err" &
     grader=$!
-    until ranks || ! kill -0 $grader 2>>"$err"; do sleep 0.05; done
-    ranks && kill -TERM $grader && ! wait $grader 2>>"$err" && ! ranks
+    until [ "$(running)" = 3 ] || ! kill -0 $grader 2>>"$err"; do sleep 0.05; done  # 2 ranks, their launcher
+    kill -TERM $grader && ! wait $grader 2>>"$err" && [ "$(running)" = 0 ]
     report $? "an interrupted grade leaves no rank behind"
 fi
 
