@@ -149,12 +149,23 @@ if wanted "a loop's input"; then
     [ "$(grep -c '^read' "$out")" = 2 ]
     report $? "a loop's input is the loop's: $(grep -c '^read' "$out") of 2 lines"
 fi
+# know_each_other RANKS…: from then on they catch SIGTERM (signal 15, bit 14).
+know_each_other() {
+    local rank i
+    for rank; do
+        for i in $(seq 600); do
+            (($(sed -n 's/^SigCgt:\t*/0x/p' /proc/$rank/status) & 1 << 14)) && break
+            sleep 0.1
+        done
+    done
+}
+
 # Even memory that has a name only for a moment: a run that is killed just then leaves it behind.
 if wanted "what ranks share"; then
     "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
     launcher=$!
     ranks=$(ranks_of $launcher 4)
-    sleep 1
+    know_each_other $ranks
     shared=$(for rank in $ranks; do cat /proc/$rank/maps; done |
         sed -n 's|.* /dev/shm/\([a-z_]*\).*|\1|p' | sort -u)
     kill -TERM $launcher
@@ -361,17 +372,6 @@ done
 [ "$(echo "$ranks" | wc -w)" = 4 ] && [ $alive = 0 ]
 report $? "ranks end with their launcher"
 
-# know_each_other RANKS…: from then on they catch SIGTERM (signal 15, bit 14).
-know_each_other() {
-    local rank i
-    for rank; do
-        for i in $(seq 600); do
-            (($(sed -n 's/^SigCgt:\t*/0x/p' /proc/$rank/status) & 1 << 14)) && break
-            sleep 0.1
-        done
-    done
-}
-
 # A rank that is told to end says so, and is not reported as dead.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
@@ -406,7 +406,8 @@ report $? "a rank stopped while they start: $(head -n 1 "$err")"
 if unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
         $comm --scenario late --timeout 60 & launcher=\$!
-        ranks_of \$launcher 4 >/dev/null; sleep 1; ls /dev/shm/*/* | wc -l
+        for i in \$(seq 300); do [ \$(find /dev/shm -type f | wc -l) = 4 ] && break; sleep 0.1; done
+        find /dev/shm -type f | wc -l
         kill -9 \$(cat /proc/\$launcher/task/*/children); wait \$launcher; ls -A /dev/shm | wc -l"
     [ "$(tr '\n' ' ' <"$out")" = '4 0 ' ]
     report $? "an mpirun that is killed leaves nothing in /dev/shm"
