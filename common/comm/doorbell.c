@@ -22,7 +22,8 @@ void doorbell_ring(int rank) {
     if (!doorbell) return;
     Doorbell *its = doorbell[rank];
     atomic_fetch_add(&its->rung, 1);
-    if (atomic_load(&its->asleep)) syscall(SYS_futex, &its->rung, FUTEX_WAKE, 1, NULL, NULL, 0);
+    if (atomic_load(&its->asleep) && atomic_exchange(&its->asleep, 0))
+        syscall(SYS_futex, &its->rung, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
 uint32_t doorbell_count(void) { return doorbell ? atomic_load(&doorbell[me]->rung) : 0; }
