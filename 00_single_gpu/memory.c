@@ -202,6 +202,10 @@ static void print_need(const MemoryPlan *plan) {
     if (plan->zero >= 2)
         say("  (without the units in use, whose whole gradients%s come on top)",
             plan->zero >= 3 ? " and weights" : "");
+    if (plan->zero >= 2 && need.accumulators > 0)
+        say("  (the playbook's formula: this book's ranks have 16-bit gradients of such units only, %s "
+            "less)",
+            bytes_text(need.gradients));
     const Machine *machine = machine_find(c->machine);
     say("One %s has %s: this %s.", machine->device, bytes_text(machine->memory_bytes),
         most > machine->memory_bytes ? "does not fit"

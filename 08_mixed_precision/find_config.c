@@ -59,11 +59,12 @@ static void reach(const char *machine) {
     cost_table_clock(&table);
 }
 
-// With the best sharding, all GPUs together hold the states of one model.
+// With the best sharding, ZeRO-3, all GPUs together hold the states of one model: weights, sums of gradients
+// and optimizer state, 18 bytes per parameter. Only units in use have 16-bit gradients (zero.c).
 static void report_none(const Goal *goal, int64_t legal) {
     MemoryPlan plan = {.model = goal->model, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_states(&plan, (double)config_parameters(&goal->model));
-    double filled = ceil(memory_states_bytes(&need) / goal->memory);
+    double filled = ceil((memory_states_bytes(&need) - need.gradients) / goal->memory);
     const char *s = plural(goal->gpus);
     if (legal == 0)
         report_that(false,

@@ -27,6 +27,8 @@ passes "memory of ZeRO-3, which leaves out units in use" memory --model llama-3-
     --zero 3
 grep -q '(without the units in use, whose whole gradients and weights come on top)' "$out"
 report $? "and says that it leaves them out"
+grep -q "16-bit gradients of such units only, 2.01 GB less)" "$out"
+report $? "memory of ZeRO-3: by how much the formula is more than what this book's ranks hold"
 refused "--temperature is for the sample, and --sample 0 writes none" train --sample 0 $small --steps 1 \
     --temperature 1
 refused "--sp shards rows over the ranks of --tp, and there is one" memory --sp
