@@ -234,6 +234,7 @@ static int columns_before(Column *column, const Config *config, Mesh mesh, const
     const Before *before = &program->before;
     if (!before->name) return columns;
     if (before->setting) config_set(&other, before->setting, before->value);
+    if (program->leave_out) program->leave_out(&other);
     cost = dry_cost(&other, mesh, before->techniques ? before->techniques : program->techniques);
     column[columns++] = column_of_cost(before->name, &cost);
     return columns;
