@@ -259,8 +259,7 @@ static void error_of_16_bits(const Config *config) {
     double growth = error == alone_error ? 1 : sqrt(error / alone_error);
     growth = comm_max(growth, ring.cp);
     say("\nattention in bf16 against f64: on %d rank%s its error is %.2f times that of one, expected 1.5 "
-        "or "
-        "less",
+        "or less",
         ring.cp.size, plural(ring.cp.size), growth);
     report_number("bf16", "error of cp over that of cp 1", growth, "");
     report_that(growth <= 1.5,
