@@ -298,6 +298,12 @@ static void more(Mesh mesh, const Config *config) {
     error_of_16_bits(config);
 }
 
+// --context may choose another method.
+static const char *shown(const Config *config) {
+    return context_on(config, CONTEXT_RING) ? base_program()
+                                            : context_method_name[(int)config_number(config, "context")];
+}
+
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Ring attention: keys and values hop from rank to rank, and no rank ever has them all.",
@@ -307,6 +313,7 @@ int main(int argc, char **argv) {
         .techniques = context_layouts,
         .option = &zero_option,
         .options = 1,
+        .shown = shown,
         .more = more};
     return program_main(argc, argv, &program);
 }

@@ -198,6 +198,15 @@ static void leave_out(Config *c) {
     config_set_text(c, "load", NULL);
 }
 
+// Any of these programs runs any schedule: --schedule or --load says which.
+static const char *shown(const Config *config) {
+    static char name[sizeof((Schedule *)NULL)->name];
+    Schedule s = pipeline_schedule(config);
+    snprintf(name, sizeof name, "%s", s.name);
+    schedule_free(&s);
+    return name;
+}
+
 static void more(Mesh mesh, const Config *config) {
     pipeline_check_held_bytes(mesh, config);
     pipeline_costs(mesh, config);
@@ -227,6 +236,7 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .options = sizeof options / sizeof *options,
                              .before = before_it,
                              .leave_out = leave_out,
+                             .shown = shown,
                              .exact = exact,
                              .more = more};
     int status = program_main(argc, argv, &program);

@@ -243,7 +243,8 @@ if wanted "loaded: interleaved, breadth-first, on the clock"; then
     report $? "loaded: interleaved, breadth-first, on the clock"
 fi
 if wanted "loaded: interleaved, breadth-first, beside a schedule that is not"; then
-    grep -q '^  transfers  *-  *8 calls, .* 24 calls, .* 24 calls, ' "$out"
+    grep -q '^ *one device  *afab  *interleaved  *formula$' "$out" &&
+        grep -q '^  transfers  *-  *8 calls, .* 24 calls, .* 24 calls, ' "$out"
     report $? "loaded: interleaved, breadth-first, beside a schedule that is not"
 fi
 exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
