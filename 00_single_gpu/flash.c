@@ -139,8 +139,12 @@ void flash_price_kept(Price *price, double tokens, double heads, DType storage) 
 void flash_price_positions(Price *price, int64_t b, int64_t tokens) {
     double tiles = (double)((tokens + ATTENTION_TILE - 1) / ATTENTION_TILE);
     double bytes = (double)b * (2.0 * sizeof(int32_t) * (double)tokens + sizeof(TileBounds) * tiles);
-    CHECK(price->end_rows < MOST_KEPT, "more than %d tensors outside blocks are priced", MOST_KEPT);
-    price->end[price->end_rows++] = (PriceKept){"positions", bytes, EVERY_RANK, RECOMPUTE_FULL + 1};
+    int row = 0;
+    while (row < price->end_rows && strcmp(price->end[row].what, "positions")) row++;
+    CHECK(row < MOST_KEPT, "more than %d tensors outside blocks are priced", MOST_KEPT);
+    if (row == price->end_rows)
+        price->end[price->end_rows++] = (PriceKept){"positions", 0, EVERY_RANK, RECOMPUTE_FULL + 1};
+    price->end[row].bytes += bytes;
 }
 
 void flash_price_again(Price *price, const Config *c) {

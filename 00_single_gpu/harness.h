@@ -27,6 +27,8 @@ typedef struct Program {
     const char *twin;
     Techniques twin_techniques;
     Before before;
+    void (*leave_out)(Config *config);  // takes from it the flags that only this program's has; may be NULL
+    const char *(*shown)(const Config *config);  // the title of its own column; NULL: the program's name
     bool (*exact)(
         const Config *config);  // whether sums run as on one device: no bit may differ; NULL: they do not
     bool trains;                // always trains for real, and proves nothing: train.c, the baseline itself

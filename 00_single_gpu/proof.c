@@ -234,9 +234,14 @@ static int columns_before(Column *column, const Config *config, Mesh mesh, const
     const Before *before = &program->before;
     if (!before->name) return columns;
     if (before->setting) config_set(&other, before->setting, before->value);
+    if (program->leave_out) program->leave_out(&other);
     cost = dry_cost(&other, mesh, before->techniques ? before->techniques : program->techniques);
     column[columns++] = column_of_cost(before->name, &cost);
     return columns;
+}
+
+static const char *own_title(const Config *config, const Program *program) {
+    return program->shown ? program->shown(config) : base_program();
 }
 
 // Runs to compare with are under a mark of their own: --timeline shows the last step that is under none.
@@ -300,7 +305,7 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
     Record baseline = one_device(&whole, mesh, alone, masked, &bound);
     if (program) {
         int columns = columns_before(column, config, mesh, program);
-        column[columns++] = column_of_run(base_program(), &counted, &cost);
+        column[columns++] = column_of_run(own_title(config, program), &counted, &cost);
         column[columns++] = formula;
         lesson_print(config, column, columns);
         lesson_print_losses(&record, &baseline);
@@ -325,7 +330,7 @@ StepCost program_show_dry(const Config *config, Mesh mesh, const Program *progra
     Column column[4], formula;
     int columns = columns_before(column, config, mesh, program);
     StepCost cost = cost_counted(config, mesh, program->techniques, &formula);
-    column[columns++] = column_of_cost(base_program(), &cost);
+    column[columns++] = column_of_cost(own_title(config, program), &cost);
     column[columns++] = formula;
     lesson_print(config, column, columns);
     return cost;

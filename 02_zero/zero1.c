@@ -1,8 +1,9 @@
 // zero1.c: the optimizer state is sharded: each rank keeps only its own part. Playbook: "ZeRO-1:
 // Partitioning Optimizer States"; Rajbhandari et al. 2020.
 //
-// Changes from ddp_bucketed.c: the all-reduce is split into a reduce-scatter and an all-gather. The
-// optimizer step now runs between the two, and weights are gathered instead of gradients:
+// Changes from ddp_no_sync.c: the all-reduce is split into a reduce-scatter and an all-gather, unit by unit
+// instead of bucket by bucket. The optimizer step now runs between the two, and weights are gathered instead
+// of gradients:
 //
 //     backward    reduce-scatter    member i gets the sum of part i of each unit's gradient, in place
 //     step        AdamW             on that part only: its moments, its master weights

@@ -32,7 +32,6 @@ static double tokens_by_formula(const Machine *machine, int n, double bandwidth,
 typedef struct PassCost {
     double compute[2], exposed[2];  // seconds on the model clock, by Pass
     double converting, adding;      // part of backward: gradients to f32, and into the sums of the own part
-    double elements;                // of the layer's weights
 } PassCost;
 
 static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
@@ -49,8 +48,7 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
     PassCost cost = {{forward, clock_total().model_seconds - forward},
                      {exposed, comm_total().exposed_seconds - exposed},
                      clock_operation("copy").model_seconds,
-                     clock_operation("accumulate").model_seconds,
-                     0};
+                     clock_operation("accumulate").model_seconds};
     micro_batch_free(t->model, &micro);
     batch_free(&batch);
     trainer_free(t);
@@ -64,7 +62,6 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++)
         b.compute[pass] -= a.compute[pass], b.exposed[pass] -= a.exposed[pass];
     b.converting -= a.converting, b.adding -= a.adding;
-    b.elements = llama_8b_layer_elements();
     return b;
 }
 
@@ -73,8 +70,9 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
 static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
     // The node with the fewest ranks is the bottleneck.
     if (n % per_node) per_node = n % per_node;
-    double weights = clock_collective_seconds("all_gather", 2 * block->elements, n, per_node);
-    double gradients = clock_collective_seconds("reduce_scatter", 4 * block->elements, n, per_node);
+    double elements = llama_8b_layer_elements();
+    double weights = clock_collective_seconds("all_gather", 2 * elements, n, per_node);
+    double gradients = clock_collective_seconds("reduce_scatter", 4 * elements, n, per_node);
     if (pass == FORWARD) return weights <= block->compute[FORWARD];
     // Of n ranks, each adds only 1/n of the elements. The reduce-scatter must end before this adding and
     // before the next gradient is converted.

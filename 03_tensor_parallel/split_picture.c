@@ -138,11 +138,14 @@ static void write_picture(const char *file, const Part part[MOST_RANKS][MATRICES
     svg_close(svg, "--svg", file);
 }
 
+void tensor_parallel_check_picture(Mesh mesh, const Config *config) {
+    CHECK(!config_text(config, "svg") || MOST_RANKS % mesh.tp.size == 0,
+          "--svg shows a block of Llama 3 8B on 1, 2, 4 or 8 ranks, and --tp is %d", mesh.tp.size);
+}
+
 void tensor_parallel_picture(Mesh mesh, const char *file) {
     Config c = config_of_model("llama-3-8b", "layers=1 vocab=1024 dtype=bf16");
     c.tp = mesh.tp.size;
-    CHECK(mesh.tp.size <= MOST_RANKS && c.heads % mesh.tp.size == 0,
-          "--svg shows a block of Llama 3 8B on 1, 2, 4 or 8 ranks, and --tp is %d", mesh.tp.size);
     Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&tensor_parallel, NULL});
     Part part[MOST_RANKS][MATRICES];
     gather_parts(t->model, part);

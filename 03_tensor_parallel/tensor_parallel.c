@@ -254,6 +254,7 @@ int main(int argc, char **argv) {
         .techniques = tensor_layouts,
         .option = &zero_option,
         .options = 1,
+        .plan = tensor_parallel_check_picture,
         .more = more,
         .more_option = &picture,
         .more_options = 1};

@@ -26,8 +26,10 @@ typedef struct TensorParallel {
 void tensor_parallel_shard(Model *model);
 void tensor_parallel_check(const Config *config);
 void tensor_parallel_price_kept(Price *price, const Model *model);
-// split_picture.c: which rank has which part of a block, as an SVG. device_dry_run must be on.
+// split_picture.c: which rank has which part of a block, as an SVG. device_dry_run must be on. check_picture:
+// fatal if --svg asks for more ranks than it can show.
 void tensor_parallel_picture(Mesh mesh, const char *file);
+void tensor_parallel_check_picture(Mesh mesh, const Config *config);
 
 // sequence_parallel.c. Of n rows a rank has [*first, *first + result), a contiguous run; the runs of the
 // first n % size ranks are one row longer.

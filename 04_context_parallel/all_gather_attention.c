@@ -21,8 +21,6 @@
 
 // ---- the technique ----
 
-static int64_t all_rows(const ContextParallel *c, int64_t b) { return b * c->s; }
-
 // Elements of each rank's part, as collectives take them. The caller frees them.
 static int64_t *part_counts(const ContextParallel *c, int64_t b, int64_t columns) {
     int64_t *counts = host_alloc((size_t)c->cp.size * sizeof *counts);
@@ -33,7 +31,7 @@ static int64_t *part_counts(const ContextParallel *c, int64_t b, int64_t columns
 // All ranks' keys and values, one rank's after the other's: (b s, kv d) new.
 static void gather(const ContextParallel *c, int64_t b, Tensor *all_k, Tensor *all_v, Tensor k, Tensor v) {
     int64_t columns = tensor_columns(k), *counts = part_counts(c, b, columns);
-    *all_k = tensor_new(MEMORY_COMMUNICATION, k.dtype, SHAPE(all_rows(c, b), columns));
+    *all_k = tensor_new(MEMORY_COMMUNICATION, k.dtype, SHAPE(b * c->s, columns));
     *all_v = tensor_like(MEMORY_COMMUNICATION, *all_k);
     Request *both[] = {comm_all_gather(*all_k, k, counts, c->cp),
                        comm_all_gather(*all_v, v, counts, c->cp)};
@@ -157,6 +155,11 @@ static ContextCost formula(const ContextSizes *z) {
                          .held = {z->ranks * chunk * z->e, z->ranks * chunk * (z->e + z->sum)}};
 }
 
+static void plan(Mesh mesh, const Config *config) {
+    (void)mesh;
+    context_only(config, CONTEXT_ALL_GATHER);
+}
+
 static void more(Mesh mesh, const Config *config) {
     context_check_cost(mesh, CONTEXT_ALL_GATHER, formula);
     context_memory(mesh, config);
@@ -177,6 +180,7 @@ int main(int argc, char **argv) {
         .techniques = context_layouts,
         .option = &zero_option,
         .options = 1,
+        .plan = plan,
         .more = more,
         .more_option = pictures,
         .more_options = 1};

@@ -2,7 +2,8 @@
 //
 // A step of Llama 3 8B, one sequence on N ranks, ZeRO-3 over dp x cp, full recomputation. Activations peak
 // when backward begins, at the head: the inputs of all L blocks, the logits, and the gradient that leaves
-// the head. That is what one device needs for n = s / N tokens, by 00_single_gpu's formulas:
+// the head. That is what one device needs for n = s / N tokens (the most that a rank has), by
+// 00_single_gpu's formulas:
 //
 //     kept(n) + n h e + h e      and the positions of s tokens, for the masks
 //
@@ -31,15 +32,19 @@ typedef struct Growth {
 static int64_t tokens_at(int point) { return (int64_t)FIRST << point; }
 
 static double predicted_activations(const Growth *way, int cp, int64_t s) {
-    Config own = context_llama(way->method, LAYERS, s / cp, 1);
+    Config own = context_llama(way->method, LAYERS, 0, 1);
+    const SequenceLayout *layout = context_layout(&own);
+    Price masks = {.blocks = 0};
+    if (way->method == CONTEXT_ULYSSES) flash_price_positions(&masks, 1, s);
+    for (int rank = 0; rank < cp; rank++) {
+        int64_t tokens = layout->count(s, cp, rank);
+        if (way->method != CONTEXT_ULYSSES) flash_price_positions(&masks, 1, tokens);
+        if (tokens > own.seq) own.seq = tokens;
+    }
     own.recompute = RECOMPUTE_FULL;
     // With stored scores a recomputed block holds more than the head.
     if (way->stored) return (double)peak_activation_bytes(&own, own.dtype);
     double row = (double)own.hidden * (double)dtype_size(BF16);
-    Price masks = {.blocks = 0};
-    if (way->method == CONTEXT_ULYSSES) flash_price_positions(&masks, 1, s);
-    else
-        for (int rank = 0; rank < cp; rank++) flash_price_positions(&masks, 1, s / cp);
     return (double)kept_activation_bytes(&own) + (double)own.seq * row + row + price_kept(&masks);
 }
 

@@ -53,6 +53,12 @@ void context_check(const Config *c) {
           c->seq, config_degrees(c, c->seq, c->dp * c->cp, has_tokens));
 }
 
+void context_only(const Config *c, ContextMethod method) {
+    CHECK(context_on(c, method),
+          "%s shows --context %s alone: leave out --context, or take ring_attention, which has all of them",
+          base_program(), context_method_name[method]);
+}
+
 // ---- the tokens socket ----
 
 static void know_tokens(ContextParallel *c, int64_t s) {

@@ -81,6 +81,8 @@ typedef struct ContextParallel {
 bool context_on(const Config *config, ContextMethod method);
 const SequenceLayout *context_layout(const Config *config);  // by --layout, or the usual one of --context
 void context_check(const Config *config);
+// For the programs that show one method: fatal if --context asks for another.
+void context_only(const Config *config, ContextMethod method);
 // Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
 ContextParallel *context_plug(Model *model);
 void context_unplug(Model *model, void *context);

@@ -259,8 +259,7 @@ static void error_of_16_bits(const Config *config) {
     double growth = error == alone_error ? 1 : sqrt(error / alone_error);
     growth = comm_max(growth, ring.cp);
     say("\nattention in bf16 against f64: on %d rank%s its error is %.2f times that of one, expected 1.5 "
-        "or "
-        "less",
+        "or less",
         ring.cp.size, plural(ring.cp.size), growth);
     report_number("bf16", "error of cp over that of cp 1", growth, "");
     report_that(growth <= 1.5,
@@ -299,6 +298,12 @@ static void more(Mesh mesh, const Config *config) {
     error_of_16_bits(config);
 }
 
+// --context may choose another method.
+static const char *shown(const Config *config) {
+    return context_on(config, CONTEXT_RING) ? base_program()
+                                            : context_method_name[(int)config_number(config, "context")];
+}
+
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Ring attention: keys and values hop from rank to rank, and no rank ever has them all.",
@@ -308,6 +313,7 @@ int main(int argc, char **argv) {
         .techniques = context_layouts,
         .option = &zero_option,
         .options = 1,
+        .shown = shown,
         .more = more};
     return program_main(argc, argv, &program);
 }

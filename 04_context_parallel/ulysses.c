@@ -250,6 +250,11 @@ static ContextCost formula(const ContextSizes *z) {
         .held = {own, own + sums + dots}};
 }
 
+static void plan(Mesh mesh, const Config *config) {
+    (void)mesh;
+    context_only(config, CONTEXT_ULYSSES);
+}
+
 static void more(Mesh mesh, const Config *config) {
     (void)config;
     if (32 % mesh.world.size == 0) context_check_cost(mesh, CONTEXT_ULYSSES, formula);
@@ -265,6 +270,7 @@ int main(int argc, char **argv) {
         .techniques = context_layouts,
         .option = &zero_option,
         .options = 1,
+        .plan = plan,
         .more = more};
     return program_main(argc, argv, &program);
 }

@@ -37,6 +37,11 @@ const Technique zigzag_ring_attention = {.name = "zigzag_ring_attention",
                                          .price = ring_price};
 
 #ifndef NO_MAIN
+static void plan(Mesh mesh, const Config *config) {
+    (void)mesh;
+    context_only(config, CONTEXT_ZIGZAG);
+}
+
 static void more(Mesh mesh, const Config *config) {
     context_print_masks(mesh.cp.size);
     context_check_cost(mesh, CONTEXT_ZIGZAG, ring_formula);
@@ -54,6 +59,7 @@ int main(int argc, char **argv) {
         .techniques = context_layouts,
         .option = &zero_option,
         .options = 1,
+        .plan = plan,
         .more = more};
     return program_main(argc, argv, &program);
 }

@@ -188,6 +188,25 @@ static bool exact(const Config *c) {
     return same && !by_itself && !in_context && c->dp == 1 && c->tp == 1 && c->cp == 1;
 }
 
+// The preceding schedule is in no file, and has one stage per rank: --stage-layers is not for it if this one
+// has more.
+static void leave_out(Config *c) {
+    const char *layers = config_text(c, "stage-layers");
+    int64_t stages = 1;
+    for (const char *at = layers; at && *at; at++) stages += *at == ',';
+    if (stages != c->pp) config_set_text(c, "stage-layers", NULL);
+    config_set_text(c, "load", NULL);
+}
+
+// Any of these programs runs any schedule: --schedule or --load says which.
+static const char *shown(const Config *config) {
+    static char name[sizeof((Schedule *)NULL)->name];
+    Schedule s = pipeline_schedule(config);
+    snprintf(name, sizeof name, "%s", s.name);
+    schedule_free(&s);
+    return name;
+}
+
 static void more(Mesh mesh, const Config *config) {
     pipeline_check_held_bytes(mesh, config);
     pipeline_costs(mesh, config);
@@ -216,6 +235,8 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .option = options,
                              .options = sizeof options / sizeof *options,
                              .before = before_it,
+                             .leave_out = leave_out,
+                             .shown = shown,
                              .exact = exact,
                              .more = more};
     int status = program_main(argc, argv, &program);

@@ -228,8 +228,8 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     report_number(s->name, "held_to_w", schedule_most(s).held_to_w, "micro-batches");
     double bubble = times.bubble, held = schedule_most(s).held_to_w;
     int status =
-        report_verdict("%s is sound: bubble of a step %.6g, of a period %.6g; %.4g micro-batches held",
-                       s->name, bubble, period_bubble, held);
+        report_verdict("%s is sound: bubble of a step %.6g, of a period %.6g; %.4g micro-batch%s held",
+                       s->name, bubble, period_bubble, held, held > 1 ? "es" : "");
     schedule_times_free(&times, s);
     free(letters);
     free(title);

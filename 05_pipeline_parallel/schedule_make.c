@@ -44,6 +44,7 @@ Schedule schedule_make(ScheduleKind kind, const ScheduleWish *wish) {
     CHECK(!refusal, "%s", refusal);
     Schedule s = generate(kind, wish);
     ScheduleFault fault;
-    CHECK(schedule_verify(&s, &fault), "%s: %s", s.name, fault.sentence);
+    CHECK(schedule_verify(&s, &fault), "%s, p = %d, m = %d, %d stages: %s", s.name, s.ranks, s.micro_batches,
+          s.stages, fault.sentence);
     return s;
 }

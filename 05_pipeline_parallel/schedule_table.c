@@ -277,8 +277,7 @@ static void search_row(ScheduleKind kind, int p, int m, Durations d) {
 
 int schedule_table(Durations d) {
     say("F %g, B %g, W %g, F+BW %g, hop %g. Bubble: of a step; period: of a step if the next may begin "
-        "without "
-        "a\n"
+        "without a\n"
         "barrier. Held: most micro-batches of 1/p of the model on any rank, from F to B, and from F to W. "
         "Messages:\n"
         "most that a rank sends. Queues: by kind, if gradients may overtake activations.",

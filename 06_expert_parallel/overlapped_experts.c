@@ -56,9 +56,8 @@ static int length_of(Moment wait) {
 }
 
 // A pass that must wait gives way, unless the other is itself waiting for a longer all-to-all that has hardly
-// begun.
-// While a pass computes, it lets the other one send again: at once if that waits for counts, and in the
-// middle of a stretch of compute if for rows from inside the node; the other then waits, and this one
+// begun. While a pass computes, it lets the other one send again: at once if that waits for counts, and in
+// the middle of a stretch of compute if for rows from inside the node; the other then waits, and this one
 // continues. This depends on no clock, so all ranks switch at the same calls.
 static void at(void *context, Moment moment) {
     Overlap *o = context;

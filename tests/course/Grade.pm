@@ -248,7 +248,8 @@ my @advice = (
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
     [qr/has \d+ elements, and its \d+ parts|gives? itself .* and takes/, 'size',
         'The parts do not add up to the whole: if N does not divide it, which rank has the remainder? Are '
-        . 'the counts those of this group, one for each of its ranks?'],
+        . 'the counts those of this group, one for each of its ranks? Are those of what is sent and of what '
+        . 'arrives exchanged?'],
     [qr/part \d+ has -?\d+ elements/, 'size',
         'Are the counts those of this group, one for each of its ranks?'],
     [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden
@@ -305,6 +306,9 @@ my @advice = (
         'All ranks of a group must make the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
     [qr/the end\) breaks the rule/, 'order', 'The list of this rank ends too early: a pass is missing.'],
+    [qr/breaks the rule "a rank works on its own stages"/, 'place',
+        'A rank has a pass of another rank\'s stage. Which stages are whose: consecutive ones, every p-th, or '
+        . 'those of a V? (BW2.1.0: BW of stage 2, micro-batch 1, direction 0.)'],
     [qr/breaks the rule/, 'order',
         'In the list of this rank a pass comes too early, twice, or never. (BW2.1.0: BW of stage 2, '
         . 'micro-batch 1, direction 0.)'],

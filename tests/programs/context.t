@@ -40,6 +40,8 @@ if wanted memory; then
     cmp "$work/memory.svg" 04_context_parallel/memory.svg >"$out" 2>&1
     report $? "the page's picture of memory is that of the program"
 fi
+passes "memory on 3 ranks, which share no power of two evenly" all_gather_attention --ranks 3 $one \
+    --memory-svg "$work/three.svg"
 passes "zigzag 8, fewer tokens than chunks" ring_attention --context zigzag --ranks 8 --seq 9 $one
 passes "ring 8, striped, a token each" ring_attention --ranks 8 --layout striped --seq 8 $one
 passes "all-gather 3, striped" all_gather_attention --ranks 3 --layout striped $quick
@@ -78,6 +80,10 @@ passes "cp 2, tp 3, odd sizes, zero 2" ring_attention --ranks 6 --cp 2 --tp 3 --
     --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --zero 2 $one
 passes "ring 4, selective" ring_attention --recompute selective $quick
 passes "zigzag 4, full" ring_attention --context zigzag --recompute full $quick
+if wanted "zigzag 4, full: its column says so"; then
+    grep -q '^ *one device  *zigzag  *formula$' "$out"
+    report $? "zigzag 4, full: its column says so"
+fi
 passes "ring 4, bf16" ring_attention --dtype bf16 $one
 passes "zigzag 8, bf16, zero 3, full" ring_attention --context zigzag --ranks 8 --dtype bf16 --zero 3 \
     --recompute full $one
@@ -119,6 +125,11 @@ fi
 refused "a token that attends to itself alone" zigzag_ring_attention --ranks 1 --seq 1 --dtype f32
 refused "--layout is an option of ring_attention, which has nothing to do here: leave it out, or give --cp 2" \
     ring_attention --ranks 2 --cp 1 --layout striped
+for program in zigzag_ring_attention all_gather_attention; do
+    refused "$program shows --context " $program --context ring
+done
+refused "ulysses shows --context ulysses alone: leave out --context, or take ring_attention" ulysses \
+    --context all-gather
 refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag \
     --layout striped
 refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" ring_attention --seq 3

@@ -80,7 +80,7 @@ says semicolon 'error: expected'
 says price 'Only all_reduce_after_backward is graded'
 says wait 'wait for the request first, or do not'
 says memory 'Memory is above the formula'
-says ahead 'this rank ends too early'
+says ahead 'one_f_one_b, p = 4, m = 4, 4 stages: rank .* this rank ends too early'
 says receives 'both make one call of the two'
 says means 'A mean of means is another number'
 says narrow 'the last one before it is sent'
@@ -166,6 +166,9 @@ race='kernel f, block 0, thread (1, 0), a.cu:9: reads byte 0 of x, which thread 
 advises '__syncthreads() all threads of the block' "$race with no __syncwarp() between"
 advises 'subtracted from -inf' 'masked: lse is off by nan, where 3.7e-07 is allowed'
 advises 'different words of one bank' 'x, padded: bank conflicts: predicted 0, measured 8, off by 8'
+advises 'Which stages are whose' \
+    'x, p = 4, m = 4, 8 stages: rank 0, position 4 (F1.0.0) breaks the rule "a rank works on its own stages": x'
+advises 'sent and of what arrives exchanged' 'rank 0: all_to_all: in has 384 elements, and its 2 parts have 360'
 advises 'other tokens than the layout' 'zigzag: this rank computes 52 entries, by the formula 68'
 
 # Kernels: an answer that the emulator refuses.

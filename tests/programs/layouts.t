@@ -79,4 +79,11 @@ refused "--tp 2 does not divide the 3 ranks; --ranks 4 would fit" tensor_paralle
 refused "--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit" sequence_parallel --dp 3 \
     --tp 2
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" tensor_parallel --dp 3
+refuses "a picture that cannot be drawn is refused before anything runs" \
+    "--svg shows a block of Llama 3 8B on 1, 2, 4 or 8 ranks, and --tp is 3" tensor_parallel --ranks 3 $three \
+    --svg "$work/tp.svg"
+if wanted "a picture that cannot be drawn is refused before anything runs: no line of a step"; then
+    ! grep -q '^Rank 0' "$out"
+    report $? "a picture that cannot be drawn is refused before anything runs: no line of a step"
+fi
 finish

@@ -90,6 +90,8 @@ fi
 exactly "1f1b, p 4, m 16" one_f_one_b --grad-acc 16 $quick
 exactly "1f1b, p 8, m 7, ends without a layer" one_f_one_b --ranks 8 --grad-acc 7 \
     --stage-layers 0,2,1,1,1,1,1,0 $quick
+exactly "interleaved, p 2, ends without a layer" interleaved --ranks 2 --grad-acc 3 \
+    --stage-layers 0,2,5,0 $quick
 exactly "interleaved, p 1, v 3" interleaved --ranks 1 --chunks 3 --grad-acc 2 $quick
 exactly "interleaved, p 2, v 1, m 3" interleaved --ranks 2 --chunks 1 --grad-acc 3 $quick
 exactly "interleaved, p 2, v 3, m 4" interleaved --ranks 2 --chunks 3 --grad-acc 4 $quick
@@ -239,6 +241,11 @@ if wanted "loaded: interleaved, breadth-first, on the clock"; then
     grep -q '^interleaved on 2 ranks, 4 micro-batches' "$out" &&
         grep -q '^  most passes held .* 7 .* 7 ' "$out"
     report $? "loaded: interleaved, breadth-first, on the clock"
+fi
+if wanted "loaded: interleaved, breadth-first, beside a schedule that is not"; then
+    grep -q '^ *one device  *afab  *interleaved  *formula$' "$out" &&
+        grep -q '^  transfers  *-  *8 calls, .* 24 calls, .* 24 calls, ' "$out"
+    report $? "loaded: interleaved, breadth-first, beside a schedule that is not"
 fi
 exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
 nearly "loaded: dualpipe" one_f_one_b $loads "$work/dual.txt"

@@ -146,6 +146,8 @@ refused 'and nothing else: leave out --hop' $program --schedule afab --dump --ho
 run "$build/$program" --schedule zb_auto --dump && cp "$out" "$work/order" &&
     run "$build/$program" --schedule zb_auto --dump --hop 3 && ! cmp -s "$out" "$work/order"
 report $? "zb_auto's order, which --dump prints, follows from the times"
+run "$build/$program" --schedule afab --stages 1 --micro-batches 1 && grep -q '; 1 micro-batch held$' "$out"
+report $? "one micro-batch is called so"
 refused '--stages has an effect only with --schedule' $program --stages 3
 refused '--chunks has an effect only with --schedule interleaved' $program --schedule afab --chunks 3
 refused '--split has an effect only with --schedule one_f_one_b' $program --schedule zb_v --split

@@ -6,6 +6,7 @@
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
+#include "00_single_gpu/flash.h"
 #include "00_single_gpu/training.h"
 #include "tensor/rng.h"
 
@@ -95,12 +96,22 @@ static void keeps_lse_instead_of_probs(void **state) {
     free(flash.grad);
 }
 
+// Context parallelism prices the positions of each of its ranks, and there may be more ranks than rows.
+static void positions_of_any_number_of_ranks(void **state) {
+    (void)state;
+    Price price = {.blocks = 0};
+    for (int rank = 0; rank < 3 * MOST_KEPT; rank++) flash_price_positions(&price, 2, 71);
+    double each = 2 * (2 * 4 * 71 + 4 * 4 * 2);  // positions, documents and tiles of 2 sequences
+    assert_true(price_rows(price.end, price.end_rows, "positions") == 3 * MOST_KEPT * each);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(same_gradients_as_stored_scores),
         cmocka_unit_test(recomputation_gives_the_same_bits),
         cmocka_unit_test(keeps_lse_instead_of_probs),
+        cmocka_unit_test(positions_of_any_number_of_ranks),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
