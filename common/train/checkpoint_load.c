@@ -210,7 +210,7 @@ Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *o
             expected++;
         }
     expected += load_kept(path, &file, params);
-    CHECK(file.count == expected, "%s holds %d tensors, and this model's optimizer has %d", path,
+    CHECK(file.count == expected, "%s: the number of tensors is %d, and of this model's optimizer %d", path,
           file.count, expected);
     safetensors_close(&file);
     free(path);

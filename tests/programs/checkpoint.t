@@ -227,8 +227,9 @@ rm -rf "$broken" && cp -r "$last" "$broken" && truncate -s 1T "$broken/model.saf
 (ulimit -v 8000000; exec timeout 60 "$train" --resume "$broken" $to30) >"$out" 2>"$err"
 [ $? = 2 ] && grep -q 'broken/model.safetensors cannot be mapped into memory' "$err"
 report $? "a file larger than the address space"
-breaks "an empty file" 'model.safetensors: 0 bytes are too few' truncate -s 0 model.safetensors
-breaks "a header of 2^63 bytes" 'claims 9223372036854775808 bytes' header_length '\0\0\0\0\0\0\0\x80'
+breaks "an empty file" 'model.safetensors: too short for a safetensors file: 0 B$' truncate -s 0 \
+    model.safetensors
+breaks "a header of 2^63 bytes" 'claims 9223372036854775808 B' header_length '\0\0\0\0\0\0\0\x80'
 breaks "a folder as a file" 'model.safetensors' bash -c 'rm model.safetensors && mkdir model.safetensors'
 breaks "a FIFO as weights" 'model.safetensors is a pipe' bash -c \
     'rm model.safetensors && mkfifo model.safetensors'

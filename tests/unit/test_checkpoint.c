@@ -294,7 +294,7 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
         {"dtype=bf16 seq=8", "is of a run with --seq 7, and this one has 8: --seq 7 would fit"},
         {"dtype=f32", "is of a run with --dtype bf16, and this one has f32: --dtype bf16 would fit"},
         {"dtype=bf16 optimizer=sgd", "is of a run with --optimizer adamw, and this one has sgd"},
-        {"dtype=bf16 layers=1", "holds "},
+        {"dtype=bf16 layers=1", "the number of tensors is "},
         {"dtype=bf16 layers=3", "lacks the tensor model.layers.2.input_layernorm.weight.m"},
         {"dtype=bf16 ffn=6", "gate_proj.weight.m has shape (5, 12)"},
     };
