@@ -24,7 +24,7 @@ void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
             char *end;
             layers = strtoll(text, &end, 10);
             CHECK(end > text && layers >= 0 && *end == (i + 1 < stages ? ',' : '\0'),
-                  "--stage-layers %s: %d numbers of layers are needed, as in 5,4,4,3: one for each stage",
+                  "--stage-layers %s: each stage needs its number of layers, as in 5,4,4,3; stages: %d",
                   config_text(c, "stage-layers"), stages);
             CHECK(layers <= c->layers,
                   "--stage-layers %s: stage %d of %d would have %lld layers, and the model has %ld",
@@ -41,7 +41,7 @@ void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
         chunk[i] = (Chunk){(int)first, (int)(first + layers), i == 0, i == stages - 1};
         first += layers;
     }
-    CHECK(first == c->layers, "--stage-layers %s add up to %ld layers, and the model has %ld",
+    CHECK(first == c->layers, "--stage-layers %s add up to %ld, and --layers is %ld",
           config_text(c, "stage-layers"), first, c->layers);
 }
 

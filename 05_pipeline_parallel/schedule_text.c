@@ -177,8 +177,8 @@ static bool read_body(Reader *r, Schedule *s) {
     for (int d = 0; d < s->directions; d++)
         if (!read_micro_batches(r, s, d, &seen)) return false;
     if (seen < s->micro_batches)
-        return fails(r, "before it, %d of %d micro-batches have no direction", s->micro_batches - seen,
-                     s->micro_batches);
+        return fails(r, "before it, a direction is missing for %d of %d micro-batches",
+                     s->micro_batches - seen, s->micro_batches);
     for (int rank = 0; rank < s->ranks; rank++)
         if (!read_list(r, s, rank)) return false;
     return r->at == r->end || fails(r, "nothing comes after the last rank's list");

@@ -294,7 +294,7 @@ static void check(const Config *c) {
           "the two must divide the other",
           c->ep, whole);
     CHECK(c->expert_groups % nodes == 0,
-          "--expert-groups %ld are no parts of %ld nodes (--ep %ld, --gpus-per-node %ld): --moe deepseek "
+          "--expert-groups %ld is no multiple of %ld nodes (--ep %ld, --gpus-per-node %ld): --moe deepseek "
           "--expert-groups %ld would fit",
           c->expert_groups, nodes, c->ep, whole, nodes);
     CHECK(config_number(c, "capacity") == 0,

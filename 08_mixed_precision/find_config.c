@@ -68,9 +68,9 @@ static void report_none(const Goal *goal, int64_t legal) {
     const char *s = plural(goal->gpus);
     if (legal == 0)
         report_that(false,
-                    "no layout of %d GPU%s is legal: dp x pp x cp x tp is %d, where dp divides the %lld "
-                    "sequences of a step, of which a rank takes at most %d, pp is at most %ld layers, tp "
-                    "divides %ld heads of K/V, and tp and cp are powers of two",
+                    "no layout of %d GPU%s is legal: dp x pp x cp x tp is %d, where dp divides the "
+                    "sequences of a step (%lld), of which a rank takes at most %d, pp is at most the number "
+                    "of layers (%ld), tp divides the heads of K/V (%ld), and tp and cp are powers of two",
                     goal->gpus, s, goal->gpus, (long long)goal->sequences,
                     MICRO_BATCH_MOST * MICRO_BATCHES_MOST, goal->model.layers, goal->model.kv_heads);
     else if (filled > goal->gpus)

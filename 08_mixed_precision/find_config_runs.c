@@ -231,13 +231,13 @@ static void check_run(const Table *t, const Published *r) {
           "--runs %s, line %d: ep x etp, %lld, does not divide dp x cp x tp", t->path, t->line,
           (long long)experts);
     CHECK((int64_t)l->pp * l->chunks <= r->model.layers,
-          "--runs %s, line %d: pp x vpp, %lld stages, is more than %.0f layers", t->path, t->line,
+          "--runs %s, line %d: pp x vpp is %lld, more than layers %.0f", t->path, t->line,
           (long long)l->pp * l->chunks, r->model.layers);
     const CostModel *m = &r->model;
     CHECK(m->dense_layers <= m->layers, "--runs %s, line %d: dense_layers %.0f is more than layers %.0f",
           t->path, t->line, m->dense_layers, m->layers);
     CHECK(!(m->experts > 0) || (m->top_k > 0 && m->expert_ffn > 0),
-          "--runs %s, line %d: %.0f experts need topk and expert_ffn", t->path, t->line, m->experts);
+          "--runs %s, line %d: experts %.0f, without topk and expert_ffn", t->path, t->line, m->experts);
 }
 
 static void copy_text(char *to, size_t size, const char *from) {
@@ -289,8 +289,8 @@ Runs runs_read(const char *path) {
     Runs runs = {NULL, 0};
     for (int cells; (cells = next_line(&t, t.cell)) > 0;) {
         if (cells == 1 && !*t.cell[0]) continue;  // an empty line
-        CHECK(cells == t.columns, "--runs %s, line %d: %d cells, and the first line names %d columns", path,
-              t.line, cells, t.columns);
+        CHECK(cells == t.columns, "--runs %s, line %d: cells: %d; columns that the first line names: %d",
+              path, t.line, cells, t.columns);
         runs.run = realloc(runs.run, (size_t)(runs.count + 1) * sizeof *runs.run);
         CHECK(runs.run, "out of host memory for the runs of %s", path);
         runs.run[runs.count++] = run_of(&t);

@@ -47,9 +47,9 @@ char *checkpoint_newest(const char *dir);
 // generation_config.json) is remembered, and goes into each folder that is saved from then on.
 void checkpoint_config(const char *dir, Config *config);
 // Reads this rank's part of each weight from DIR/model.safetensors or its parts, in F64, F32, BF16 or F16,
-// converted to the table's dtype. Fatal on missing, unknown or wrongly shaped tensors. The file of a tied
-// model may leave out lm_head.weight; a copy of the embedding under that name is accepted, other values are
-// not.
+// converted to the table's dtype. Fatal on missing, unknown or wrongly shaped tensors, and on a value that is
+// not finite there. The file of a tied model may leave out lm_head.weight; a copy of the embedding under that
+// name is accepted, other values are not.
 void checkpoint_load_weights(const char *dir, Params *params);
 // Checks that the saved run can go on as this one, which has made no step and has ours.batch and ours.data.
 // Fatal if its coming steps would mean something else: no optimizer state; another optimizer, seed, seq,
@@ -57,8 +57,8 @@ void checkpoint_load_weights(const char *dir, Params *params);
 // (data, rates, the schedule of the rate), and what an older file does not record.
 void checkpoint_check_run(const char *dir, const Config *config, Progress ours);
 // Allocates and reads the optimizer state, and returns the run's progress. Fatal if the file does not
-// belong to this table or optimizer. A state in another dtype is converted; if the file has master weights
-// and this run has none, they become the weights.
+// belong to this table or optimizer, or holds a value that is not finite. A state in another dtype is
+// converted; if the file has master weights and this run has none, they become the weights.
 Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *optimizer);
 
 #ifdef __cplusplus

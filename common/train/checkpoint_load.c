@@ -3,6 +3,7 @@
 #include "checkpoint_inside.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,6 +25,7 @@ static char *shape_text(int dims, const int64_t *shape) {
 typedef struct Source {  // of a parameter's elements
     const SafeTensor *from;
     DType to;
+    const char *path;
 } Source;
 
 static Source source_of(const char *path, const SafeTensors *file, const char *name, const Param *param,
@@ -37,7 +39,15 @@ static Source source_of(const char *path, const SafeTensors *file, const char *n
     CHECK(from->dtype == F64 || from->dtype == F32 || from->dtype == BF16 || from->dtype == F16,
           "%s: %s is stored as %s; weights are read from f64, f32, bf16 and f16", path, name,
           dtype_name(from->dtype));
-    return (Source){from, to};
+    return (Source){from, to, path};
+}
+
+// Whoever trains on a NaN or an infinity learns of it only from the loss, which does not say where it began.
+static void check_finite(const char *path, const SafeTensor *from, DType as, const double *values,
+                         int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        CHECK(isfinite(values[i]), "%s: element %lld of %s is %g in %s, and must be finite", path,
+              (long long)(first + i), from->name, values[i], dtype_name(as));
 }
 
 // A file's tensors begin at any byte; what is converted needs its dtype's alignment.
@@ -50,6 +60,9 @@ static void take_elements(void *context, int64_t first, int64_t count, void *byt
         piece = count - done < PIECE ? count - done : PIECE;
         memcpy(aligned, s->from->data + (first + done) * size, (size_t)(piece * size));
         dtype_convert((char *)bytes + done * wide, s->to, aligned, s->from->dtype, piece);
+        // As it was stored, or as it is used: f16 ends at 65504.
+        dtype_convert(aligned, F64, (char *)bytes + done * wide, s->to, piece);
+        check_finite(s->path, s->from, s->to, aligned, first + done, piece);
     }
 }
 
@@ -177,6 +190,7 @@ static int load_kept(const char *path, const SafeTensors *file, Params *params) 
           "it with the recipe's flags that it had",
           path, (long long)theirs, params->kept_count);
     if (kept) memcpy(params->kept, kept->data, (size_t)kept->bytes);
+    if (kept) check_finite(path, kept, F64, params->kept, 0, theirs);
     return kept != NULL;
 }
 
@@ -210,7 +224,7 @@ Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *o
             expected++;
         }
     expected += load_kept(path, &file, params);
-    CHECK(file.count == expected, "%s holds %d tensors, and this model's optimizer has %d", path,
+    CHECK(file.count == expected, "%s: the number of tensors is %d, and of this model's optimizer %d", path,
           file.count, expected);
     safetensors_close(&file);
     free(path);

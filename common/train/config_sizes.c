@@ -47,8 +47,8 @@ static void check_experts(const Config *c) {
     CHECK(c->groups_kept <= c->expert_groups, "--groups-kept %ld is more than --expert-groups %ld",
           c->groups_kept, c->expert_groups);
     CHECK(c->top_k <= reachable,
-          "--top-k %ld is more than the %ld experts of --groups-kept %ld of --expert-groups %ld", c->top_k,
-          reachable, c->groups_kept, c->expert_groups);
+          "--top-k %ld is more than %ld, the number of experts of --groups-kept %ld of --expert-groups %ld",
+          c->top_k, reachable, c->groups_kept, c->expert_groups);
 }
 
 void config_check(const Config *c) {

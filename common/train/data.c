@@ -54,8 +54,8 @@ static const char *parse_token_file(const TokenFile *kind, const uint8_t *bytes,
     size_t expected = HEADER_BYTES + n * kind->width;
     if (size != expected)
         return fault_text(
-            "the file is %s: its header counts %u tokens, which makes %zu bytes, and it has %zu",
-            size < expected ? "truncated" : "too long", n, expected, size);
+            "the file is %s: %zu bytes would fit the number of tokens in its header, %u, and it has %zu",
+            size < expected ? "truncated" : "too long", expected, n, size);
 
     const Tokens read = {bytes + HEADER_BYTES, kind->width, n};
     for (size_t i = 0; i < n && kind->width == 4; i++)
@@ -136,9 +136,9 @@ Data data_open(const char *path, int64_t vocab, int64_t seq) {
     int64_t held_out = data.count / 10;
     data.train_count = data.count - held_out;
     CHECK(held_out >= seq + 2,
-          "%s: %lld tokens are too few for --seq %lld: a tenth is held out and must hold seq + 2, so %lld "
-          "are needed",
-          data.path, (long long)data.count, (long long)seq, 10 * ((long long)seq + 2));
+          "%s is too short for --seq %lld: a tenth of its tokens is held out and must hold seq + 2, so %lld "
+          "are needed, and their number is %lld",
+          data.path, (long long)seq, 10 * ((long long)seq + 2), (long long)data.count);
     return data;
 }
 

@@ -118,7 +118,7 @@ static const char *parse_tensor(const cJSON *object, const uint8_t *data, int64_
         return fault_text("tensor \"%s\" claims bytes %lld to %lld of %lld", name, (long long)begin,
                           (long long)end, (long long)size);
     if (end - begin != bytes)
-        return fault_text("tensor \"%s\" has %lld bytes, its shape and dtype make %lld", name,
+        return fault_text("tensor \"%s\" has %lld B, its shape and dtype make %lld", name,
                           (long long)(end - begin), (long long)bytes);
     tensor->name = format_text("%s", object->string);
     tensor->data = data + begin;
@@ -145,13 +145,13 @@ static const char *check_places(const SafeTensors *file, const uint8_t *data, co
             wrong = fault_text("tensors \"%s\" and \"%s\" overlap", printable(sorted[i - 1]->name),
                                printable(sorted[i]->name));
         else if (sorted[i]->data > data)
-            wrong = fault_text("a hole of %lld bytes lies before tensor \"%s\"",
+            wrong = fault_text("a hole of %lld B lies before tensor \"%s\"",
                                (long long)(sorted[i]->data - data), printable(sorted[i]->name));
         else data += sorted[i]->bytes;
     }
     free(sorted);
     if (!wrong && data != end)
-        wrong = fault_text("%lld bytes at the end belong to no tensor", (long long)(end - data));
+        wrong = fault_text("%lld B at the end: no tensor has them", (long long)(end - data));
     return wrong;
 }
 
@@ -183,12 +183,12 @@ static const char *parse_header(const cJSON *header, const uint8_t *data, int64_
 
 const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result) {
     *result = (SafeTensors){0};
-    if (size < LENGTH_BYTES) return fault_text("%zu bytes are too few for a safetensors file", size);
+    if (size < LENGTH_BYTES) return fault_text("too short for a safetensors file: %zu B", size);
     uint64_t length;
     memcpy(&length, bytes, LENGTH_BYTES);
     if (length > size - LENGTH_BYTES)
-        return fault_text("its header claims %llu bytes, and %zu are there", (unsigned long long)length,
-                          size - LENGTH_BYTES);
+        return fault_text("its header claims %llu B, and the rest of the file has %zu",
+                          (unsigned long long)length, size - LENGTH_BYTES);
     if (length > HEADER_MAX)
         return fault_text("its header of %llu bytes is longer than the %d that are allowed",
                           (unsigned long long)length, HEADER_MAX);

@@ -227,8 +227,17 @@ rm -rf "$broken" && cp -r "$last" "$broken" && truncate -s 1T "$broken/model.saf
 (ulimit -v 8000000; exec timeout 60 "$train" --resume "$broken" $to30) >"$out" 2>"$err"
 [ $? = 2 ] && grep -q 'broken/model.safetensors cannot be mapped into memory' "$err"
 report $? "a file larger than the address space"
-breaks "an empty file" 'model.safetensors: 0 bytes are too few' truncate -s 0 model.safetensors
-breaks "a header of 2^63 bytes" 'claims 9223372036854775808 bytes' header_length '\0\0\0\0\0\0\0\x80'
+nan_at() { printf '\0\0\xc0\x7f' | dd of=$1 bs=1 seek=$(($(stat -c %s $1) - $2)) conv=notrunc status=none; }
+breaks "a NaN in the state" \
+    'optimizer.safetensors: element 8191 of lm_head.weight.v is nan in f32, and must be finite' \
+    nan_at optimizer.safetensors 4
+"$train" $shape $run --steps 1 --save "$work/nan" >"$out" 2>"$err" </dev/null
+(cd "$work/nan/step-000001" && nan_at optimizer.safetensors 4)
+refuses "one that only rank 1 reads" '^zero3: rank 1: .*element 8191 of lm_head.weight.v is nan' \
+    ../02_zero/zero3 --ranks 2 --resume "$work/nan" ${to30/--grad-acc 2/--grad-acc 1} --dtype f32 --no-check
+breaks "an empty file" 'model.safetensors: too short for a safetensors file: 0 B$' truncate -s 0 \
+    model.safetensors
+breaks "a header of 2^63 bytes" 'claims 9223372036854775808 B' header_length '\0\0\0\0\0\0\0\x80'
 breaks "a folder as a file" 'model.safetensors' bash -c 'rm model.safetensors && mkdir model.safetensors'
 breaks "a FIFO as weights" 'model.safetensors is a pipe' bash -c \
     'rm model.safetensors && mkfifo model.safetensors'

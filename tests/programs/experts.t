@@ -148,7 +148,7 @@ refused "--expert-groups and --routed-scale are those of --moe deepseek" moe --e
 refused "--expert-groups 3 does not divide --experts 8" moe --moe deepseek --expert-groups 3
 refused "--groups-kept 3 is more than --expert-groups 2" moe --moe deepseek --expert-groups 2 \
     --groups-kept 3
-refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-groups 4" moe --moe deepseek \
+refused "--top-k 4 is more than 2, the number of experts of --groups-kept 1 of" moe --moe deepseek \
     --expert-groups 4 --top-k 4
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide the 4 ranks of --dp x --cp x --tp: --ep 1, 2 would fit" expert_parallel \

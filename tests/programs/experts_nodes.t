@@ -26,7 +26,7 @@ hops "pp 2, zero 3" --ranks 8 $of_2 --pp 2 --zero 3 --grad-acc 3
 hops "f32" --ranks 4 $of_2 --dtype f32 --grad-acc 1
 
 refused "--ep 8 in nodes of --gpus-per-node 3" node_limited_routing --gpus-per-node 3
-refused "--expert-groups 2 are no parts of 4 nodes" node_limited_routing --expert-groups 2
+refused "--expert-groups 2 is no multiple of 4 nodes" node_limited_routing --expert-groups 2
 refused "--moe deepseek --expert-groups 4 would fit" node_limited_routing --moe mixtral --expert-groups 1 \
     --groups-kept 1
 refused "--capacity drops rows" node_limited_routing --capacity 1

@@ -103,7 +103,7 @@ report $? "a bar while it searches"
 passes "sequences shorter than cp would shard, of odd length" $program --model default --seq 15 --gpus 2 \
     --batch-tokens 150
 run "$build/$program" --model default --gpus 7 --batch-tokens 64K
-grep -q 'no layout of 7 GPUs is legal: dp x pp x cp x tp is 7, where dp divides the 512 seq' "$out"
+grep -q 'of 7 GPUs is legal: dp x pp x cp x tp is 7, where dp divides the sequences of a step (512)' "$out"
 report $? "GPUs that no layout takes: the rules"
 refused ": --heads 128 x --seq 100000000 squared" $program --model llama-3-405b --seq 100000000 \
     --batch-tokens 100000000
@@ -150,14 +150,14 @@ cell etp 0
 cell gpus_per_node 0
 cell pp 63.5
 cell ep 7 'ep x etp, 7, does not divide dp x cp x tp'
-cell vpp 3 'pp x vpp, 192 stages, is more than 128 layers'
+cell vpp 3 'pp x vpp is 192, more than layers 128'
 cell zero 4 'column zero must be a whole number from 0 to 3, and not "4"'
 cell ffn_mats 1e10 'column ffn_mats must be a whole number from 2 to 3, and not "1e10"'
 for number in 1e300 1e-300 nan -1; do
     cell step_s $number "column step_s must be 0 or a number from 1e-15 to 1e15, and not \"$number\""
 done
 cell dense_layers 129 'dense_layers 129 is more than layers 128'
-cell experts 8 '8 experts need topk and expert_ffn'
+cell experts 8 'experts 8, without topk and expert_ffn'
 cell gpu $'\e[2J' 'GPU \?\[2J is not known'
 { sed -n 1,2p $csv; printf '\0\n'; sed -n 3p $csv; } >"$work/d.csv"
 refuses "--runs refuses a table that a zero byte cuts" 'd.csv: it is no text: byte [0-9]+ is a zero$' \

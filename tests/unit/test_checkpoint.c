@@ -1,5 +1,7 @@
 // Checkpoint folders: what is saved is loaded bit for bit, a resumed run equals the uninterrupted one, and
 // state of another run is refused.
+#include <math.h>
+
 #include "checkpoints.h"
 
 // ---- what is saved is loaded again ----
@@ -280,6 +282,20 @@ static void counts_that_would_overflow_are_refused(void **state) {
     run_free(&run);
 }
 
+static void what_a_recipe_keeps_must_be_finite(void **state) {
+    (void)state;
+    double kept[] = {1024, -HUGE_VAL};
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    run.model->params.kept = kept;
+    run.model->params.kept_count = 2;
+    run_save(&run, "out");
+    expect_refusal(load_optimizer, &(Load){&run, "out"},
+                   "optimizer.safetensors: element 1 of recipe is -inf in f64, and must be finite");
+    run.model->params.kept_count = 0;
+    run_free(&run);
+}
+
 static void optimizer_state_of_another_run_is_refused(void **state) {
     (void)state;
     Run run = run_new("dtype=bf16");
@@ -294,7 +310,7 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
         {"dtype=bf16 seq=8", "is of a run with --seq 7, and this one has 8: --seq 7 would fit"},
         {"dtype=f32", "is of a run with --dtype bf16, and this one has f32: --dtype bf16 would fit"},
         {"dtype=bf16 optimizer=sgd", "is of a run with --optimizer adamw, and this one has sgd"},
-        {"dtype=bf16 layers=1", "holds "},
+        {"dtype=bf16 layers=1", "the number of tensors is "},
         {"dtype=bf16 layers=3", "lacks the tensor model.layers.2.input_layernorm.weight.m"},
         {"dtype=bf16 ffn=6", "gate_proj.weight.m has shape (5, 12)"},
     };
@@ -340,6 +356,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(weights_and_state_belong_together),
         IN_A_FOLDER(a_state_without_its_step_is_refused),
         IN_A_FOLDER(counts_that_would_overflow_are_refused),
+        IN_A_FOLDER(what_a_recipe_keeps_must_be_finite),
         IN_A_FOLDER(optimizer_state_of_another_run_is_refused),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

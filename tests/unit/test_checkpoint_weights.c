@@ -67,6 +67,38 @@ static void weights_of_a_dtype_that_is_none_of_weights_are_refused(void **state)
     run_free(&run);
 }
 
+// In each dtype that is stored, and of a number that the run's dtype does not have: the last element of the
+// first weight, so that more than one piece is read.
+static void weights_that_are_not_finite_are_named(void **state) {
+    (void)state;
+    static const struct {
+        const char *saved, *loaded, *bits, *part;
+    } cases[] = {
+        {"vocab=400 dtype=f64", "dtype=f64", "\0\0\0\0\0\0\xf0\x7f", "is inf in f64"},
+        {"vocab=400 dtype=f32", "dtype=bf16", "\0\0\x80\xff", "is -inf in bf16"},
+        {"vocab=400 dtype=bf16", "dtype=f32", "\xc0\x7f", "is nan in f32"},
+        {"vocab=400 dtype=f16", "dtype=f16", "\x01\x7c", "is nan in f16"},
+        {"vocab=400 dtype=f32", "dtype=f16", "\0\0\x80\x47", "is inf in f16"},  // 65536
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *below = format_text("%d", (int)i), *more = format_text("vocab=400 %s", cases[i].loaded);
+        char *name = format_text("%s/step-000000/model.safetensors", below);
+        Run saved = run_new(cases[i].saved), loaded = run_new(more);
+        run_save(&saved, below);
+        size_t size, width = dtype_size((DType)saved.config.dtype);
+        char *text = read_text(name, &size);
+        uint64_t header;
+        memcpy(&header, text, sizeof header);
+        memcpy(text + 8 + header + 4799 * width, cases[i].bits, width);
+        write_text(name, text, size);
+        char *told = format_text("/%s: element 4799 of model.embed_tokens.weight %s", name, cases[i].part);
+        expect_refusal(load_weights, &(Load){&loaded, below}, told);
+        free(told), free(text), free(name), free(more), free(below);
+        run_free(&saved);
+        run_free(&loaded);
+    }
+}
+
 static void read_zeros(void *context, int tensor, uint8_t *bytes) {
     const SafeTensors *file = context;
     memset(bytes, 0, file->tensor[tensor].bytes);
@@ -233,6 +265,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         IN_A_FOLDER(weights_of_another_model_are_refused), IN_A_FOLDER(transposed_weights_are_refused),
         IN_A_FOLDER(weights_of_a_dtype_that_is_none_of_weights_are_refused),
+        IN_A_FOLDER(weights_that_are_not_finite_are_named),
         IN_A_FOLDER(only_harmless_surplus_is_let_pass),    IN_A_FOLDER(weights_in_several_files_load),
         IN_A_FOLDER(weights_in_pythons_format_are_named),  IN_A_FOLDER(a_damaged_file_is_named),
     };

@@ -195,8 +195,8 @@ static void refusals_name_the_file_and_the_rule(void **state) {
     EXPECT_REFUSAL(in_folder("fifo"), 256, 8, "fifo", "a pipe or a device");
     EXPECT_REFUSAL(write_file("empty.txt", noise, 0), 256, 8, "empty.txt", "empty");
     // Of 99 tokens 9 are held out, and a sequence of 8 needs 10.
-    EXPECT_REFUSAL(write_file("short.txt", noise, 99), 256, 8, "short.txt", "99 tokens", "--seq 8",
-                   "100 are");
+    EXPECT_REFUSAL(write_file("short.txt", noise, 99), 256, 8, "short.txt is too short",
+                   "--seq 8", "100 are needed, and their number is 99");
     Data data = data_open(write_file("long enough.txt", noise, 100), 256, 8);
     assert_int_equal(data.train_count, 90);
     data_close(&data);

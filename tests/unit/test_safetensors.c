@@ -123,7 +123,8 @@ static void header_length_is_checked(void **state) {
     static const uint64_t lengths[] = {3, 1u << 20, UINT64_C(1) << 63, UINT64_MAX, UINT64_MAX - 7};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         memcpy(file.at, &lengths[i], 8);
-        char *claim = format_text("claims %llu bytes, and 2 are there", (unsigned long long)lengths[i]);
+        char *claim = format_text("claims %llu B, and the rest of the file has 2",
+                                  (unsigned long long)lengths[i]);
         expect_fault_of(file, claim);
         free(claim);
     }
@@ -218,8 +219,8 @@ static void shapes_are_checked(void **state) {
         {"[4294967297,4294967297,0]", "more elements"},
         {"[9007199254740991,1024]", "more bytes"},
         {"[1,1,1,1,1]", "more than 4 dimensions"},
-        {"[2]", "has 4 bytes, its shape and dtype make 8"},
-        {"[0]", "has 4 bytes, its shape and dtype make 0"},
+        {"[2]", "has 4 B, its shape and dtype make 8"},
+        {"[0]", "has 4 B, its shape and dtype make 0"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         char *header =
@@ -272,10 +273,10 @@ static void tensors_must_tile_the_file(void **state) {
     expect_places(0, 4, 12, "\"a\" and \"b\" overlap");
     expect_places(4, 0, 12, "\"b\" and \"a\" overlap");
     expect_places(0, 0, 16, "overlap");
-    expect_places(0, 9, 17, "a hole of 1 bytes lies before tensor \"b\"");
-    expect_places(1, 9, 17, "a hole of 1 bytes lies before tensor \"a\"");
-    expect_places(0, 8, 17, "1 bytes at the end belong to no tensor");
-    expect_fault("{}", 1, "1 bytes at the end");
+    expect_places(0, 9, 17, "a hole of 1 B lies before tensor \"b\"");
+    expect_places(1, 9, 17, "a hole of 1 B lies before tensor \"a\"");
+    expect_places(0, 8, 17, "1 B at the end: no tensor has them");
+    expect_fault("{}", 1, "1 B at the end");
     // an empty tensor in the middle of another one
     expect_fault(
         "{\"x\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},"

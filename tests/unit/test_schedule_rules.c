@@ -201,7 +201,7 @@ static void malformed_text_is_refused_with_its_line(void **context) {
     const char *lacking =
         "# pp-schedule name=x p=1 m=2 stages=1 dirs=2\nplace 0: 0\nplace 1: 0\nmbs 0: 0\nmbs 1:\n";
     char *fault = schedule_parse(&s, lacking, strlen(lacking));
-    assert_non_null(strstr(fault, "1 of 2 micro-batches have no direction"));
+    assert_non_null(strstr(fault, "a direction is missing for 1 of 2"));
     free(fault);
     const char *loose =
         "# pp-schedule  name=x p=1 m=1\tstages=1 dirs=1\r\n\nplace 0: 0 \n mbs 0: 0\n\n\nrank 0: F0.0.0  "
