@@ -31,6 +31,18 @@ static bool gathered_keys(const Config *c) { return c->cp > 1 && all_gather_atte
 static bool heads_by_tokens(const Config *c) { return c->cp > 1 && ulysses.enabled(c); }
 static bool flash(const Config *c) { return c->cp == 1 && flash_attention.enabled(c); }
 
+// ---- --fp8-wire on one device ----
+
+// One device rounds what ranks round to send it: as a group of one it sends it to itself. (Not where rank 0
+// writes text alone, with all weights but the flags of many ranks.)
+static bool on_one(const Config *c) { return c->dp * c->pp * c->cp * c->tp * c->ep == 1; }
+static bool weights_to_itself(const Config *c) {
+    return on_one(c) && config_number(c, "fp8-wire") && config_number(c, "zero") >= 3;
+}
+static bool rows_to_itself(const Config *c) {
+    return on_one(c) && config_number(c, "fp8-wire") && config_number(c, "sp");
+}
+
 // ---- what does not go together, and no record knows by itself ----
 
 static void rows_check(const Config *c) {
@@ -49,9 +61,10 @@ static void vocabulary_check(const Config *c) {
 
 typedef struct Entry {
     const Technique *record;
-    bool (*enabled)(const Config *config);  // NULL: as the record has it
-    void (*check)(const Config *config);    // likewise
-    bool one_device;                        // which one device has, too
+    bool (*enabled)(const Config *config);    // NULL: as the record has it
+    void (*check)(const Config *config);      // likewise
+    bool one_device;                          // which one device has, too
+    bool (*to_itself)(const Config *config);  // when one device has it, as a group of one; NULL: never
 } Entry;
 
 static const Entry entries[] = {
@@ -63,12 +76,12 @@ static const Entry entries[] = {
     {.record = &ddp_no_sync},
     {.record = &zero1},
     {.record = &zero2},
-    {.record = &zero3, .enabled = gathered_for_passes},
+    {.record = &zero3, .enabled = gathered_for_passes, .to_itself = weights_to_itself},
     {.record = &zero3_per_step, .enabled = gathered_for_steps},
     {.record = &hybrid_zero, .enabled = hybrid_for_passes},
     {.record = &hybrid_zero_per_step, .enabled = hybrid_for_steps},
     {.record = &tensor_parallel, .enabled = columns},
-    {.record = &sequence_parallel, .check = rows_check},
+    {.record = &sequence_parallel, .check = rows_check, .to_itself = rows_to_itself},
     {.record = &vocab_parallel, .check = vocabulary_check},
     {.record = &async_tensor_parallel},
     {.record = &expert_parallel},
@@ -84,6 +97,7 @@ static const Entry entries[] = {
 enum { ENTRIES = sizeof entries / sizeof *entries };
 
 static Technique record[ENTRIES];
+static Technique to_itself[ENTRIES];
 static const Technique *layouts[ENTRIES + 1], *one_device[ENTRIES + 1];
 
 static void make_lists(void) {
@@ -94,6 +108,10 @@ static void make_lists(void) {
         if (entries[i].check) record[i].check = entries[i].check;
         layouts[i] = &record[i];
         if (entries[i].one_device) one_device[alone++] = &record[i];
+        if (!entries[i].to_itself) continue;
+        to_itself[i] = record[i];
+        to_itself[i].enabled = entries[i].to_itself;
+        one_device[alone++] = &to_itself[i];
     }
 }
 

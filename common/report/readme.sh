@@ -4,8 +4,8 @@
 #
 #     <!-- run COMMAND | from PATTERN -->  what COMMAND prints from PATTERN on, its verdict left out:
 #     <!-- /run -->                        counts and the model clock, which are the same on every machine
-#     <!-- dated COMMAND -->               the same for what the wall clock or the text to train on
-#     <!-- /dated -->                      decides: with the date and the machine
+#     <!-- dated COMMAND -->               the same for what the wall clock, the text to train on or
+#     <!-- /dated -->                      the order of sums decides: with the date and the machine
 #     <!-- map --> … <!-- /map -->         and other names: made below
 #
 # `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these,
