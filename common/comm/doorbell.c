@@ -18,6 +18,8 @@ void doorbells_use(Doorbell *const *of, int mine) {
 
 // Either the sleeper sees the ring, or the ringer sees that someone sleeps: each writes its own word before
 // it reads the other's, and all four accesses are in one order (memory_order_seq_cst).
+// Only the first of several ringers wakes it; if that one is interrupted before it does, the sleep ends after
+// its millisecond.
 void doorbell_ring(int rank) {
     if (!doorbell) return;
     Doorbell *its = doorbell[rank];
