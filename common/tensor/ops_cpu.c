@@ -274,9 +274,13 @@ void kernel_fill(DType dtype, void *y, double value, int64_t count) {
         int64_t first, end;
         my_slice(count, &first, &end);
         char *at = (char *)y + first * size;
-        if (zeros) zero_rows(at, 1, (size_t)(end - first) * size, 0);
-        else
-            for (int64_t i = first; i < end; i++, at += size) memcpy(at, code, size);
+        const size_t bytes = (size_t)(end - first) * size;
+        if (zeros) zero_rows(at, 1, bytes, 0);
+        else if (bytes) {
+            memcpy(at, code, size);
+            for (size_t done = size; done < bytes; done *= 2)
+                memcpy(at + done, at, done < bytes - done ? done : bytes - done);
+        }
     }
 }
 
