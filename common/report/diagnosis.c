@@ -67,6 +67,7 @@ const char *diagnose_gradient(double scale, double relative) {
 
 const char *diagnose_loss(double loss, double expected) {
     text[0] = 0;
+    if (near(loss, -expected, LOSS_NOISE)) return "usually a sign";
     for (int i = 0; i < count; i++) {
         const struct Size *s = &sizes[i];
         bool ranks = s->kind == SIZE_RANKS;

@@ -77,6 +77,7 @@ static void a_loss_that_is_off_by_log_n_is_told_of_its_softmax(void **context) {
     assert_says(diagnose_loss(loss - log(4), loss), "only one part of the vocabulary", -log(4));
     assert_says(diagnose_loss(loss / 4, loss), "averaged twice over the 4 ranks of dp", loss / 4);
     assert_says(diagnose_loss(3 * loss, loss), "not averaged, over the 3 micro-batches", 3 * loss);
+    assert_says(diagnose_loss(-loss, loss), "usually a sign", -loss);
     assert_says(diagnose_loss(loss + 0.01, loss), "", loss + 0.01);
     assert_says(diagnose_loss(NAN, loss), "", NAN);
 }
