@@ -217,6 +217,9 @@ my @advice = (
     [qr/ where .* fits the others/, 'shape',
         'This operation got a tensor of the wrong shape or dtype: the wrong chunk or mask, or storage '
         . 'instead of a sum?'],
+    [qr/there is no peer -?\d+/, 'place',
+        'Ranks are 0 to N - 1. In a line the first and the last have one neighbour, and leave one call out; '
+        . 'in a ring neighbours are counted modulo N, and in C -1 % N is -1.'],
     [qr/sends itself|would overwrite/, 'place',
         'The source and the destination are the same memory, or the same rank: which of the two should '
         . 'be another?'],
@@ -232,6 +235,9 @@ my @advice = (
     [qr/, or added twice/, 'scale',
         'A sum that every rank already has is summed again, or one contribution is added twice. With '
         . '--ranks 4, is the factor 4, or still 2?'],
+    [qr/summed, and not averaged, over the \d+ micro-batches/, 'scale',
+        'Each loss is multiplied by loss_scale, 1 / the labels of the whole batch, and not divided by the '
+        . 'labels of its micro-batch. Or is a sum that every rank already has summed again?'],
     [qr/summed twice|summed, and not averaged/, 'scale',
         'A sum that every rank already has is summed again: scale it by 1 / N first, or sum only once.'],
     [qr/only one rank's share/, 'share',
@@ -302,6 +308,9 @@ my @advice = (
         'Calls of two ranks are matched in the order in which they are started, and here both send, or '
         . 'both receive. Let one rank begin with the other call, or let both make one call of the two: '
         . 'comm_send_receive.'],
+    [qr/called (?:send|receive)\(.* where rank \d+ called (?:send|receive)\(/, 'order',
+        'What one rank sends is not what the other one expects. Is it the right neighbour, and the same '
+        . 'chunk, with as many elements, on both?'],
     [qr/called .* where rank/, 'order',
         'All ranks of a group must make the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
@@ -335,7 +344,8 @@ my @advice = (
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
     [qr/a rank sent \d+ B, by its formula/, 'bytes',
-        'Do the chunks cover every element exactly once?'],
+        'Is each call made as often as the formula counts it, with as many elements? If a tensor is sent in '
+        . 'chunks, do these cover every element exactly once?'],
     [qr/^--scale-interval \d+, norm/, 'scaler',
         'The proof calls the function directly for this step: which path does the call take through it?'],
     [qr/^pairs F\+BW/, 'pairs',
@@ -370,6 +380,7 @@ my @advice = (
     [qr/^losses of .* with ignored labels: .*/, 'means',
         'If every token is a label, it is right. Do micro-batches divide by their own labels? A mean of '
         . 'means is another number: loss_scale[i] divides by the labels of the whole batch.'],
+    [qr/^loss.* are all zero/, 'loss', 'No loss is recorded: does each micro-batch add its own?'],
     [qr/^loss/, 'loss',
         'The forward pass differs, or the number by which each loss is divided: look there first.'],
     [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, but their norm is not.'],
@@ -406,6 +417,11 @@ sub of_count {
         . 'are not neighbours? --verbose shows all counts.'
         : 'The numbers are right, but this costs less than the formula says: is it done elsewhere?'
         if $what eq 'counts';
+    # In a table the calls come first.
+    return 'As many calls as predicted send ' . ($more
+        ? 'more bytes: is a whole tensor sent where a part would do, in a wider dtype, or to more ranks?'
+        : 'fewer bytes: is only a part sent, or 16-bit gradients in place of their sums in f32?')
+        if $text =~ /: bytes, all ranks/;
     return $more ? "Too many $what: is something sent twice, too early, or whole where a part would do?"
         : "Too few $what: is something not sent, or not for every unit, micro-batch or layer?";
 }
@@ -422,17 +438,17 @@ sub advice {
     return ('proof', $e->{proof} =~ /^tests.(.*)/ ? "What it demands is in tests/unit/$1.c." : '');
 }
 
-# From a program's output: "all_reduce is called in place of reduce_scatter", if one kind of call is never
-# made and another too often.
+# From a program's output: "all_reduce is called in place of reduce_scatter", if one kind of call is made too
+# seldom and another too often.
 sub replaced {
-    my ($never, $instead);
+    my ($seldom, $often);
     for (grep { /: calls of rank 0 .*FAIL$/ } split /\n/, $_[0]) {
         my ($call) = /^ *(\w+): calls/;
         my ($predicted, $measured) = counts_in($_);
-        $never //= $call if $measured == 0;
-        $instead //= $call if $measured > $predicted;
+        $seldom //= $call if $measured < $predicted;
+        $often //= $call if $measured > $predicted;
     }
-    return defined $never && defined $instead ? "$instead is called in place of $never" : '';
+    return defined $seldom && defined $often ? "$often is called in place of $seldom" : '';
 }
 
 # The sentence with which a run failed, or '' if it passed.
