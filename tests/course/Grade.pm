@@ -211,7 +211,7 @@ my @advice = (
         'A message converts nothing: which of the two is a sum, in a wide dtype, and which is stored in '
         . '16 bits?'],
     [qr/not in ascending order/, 'tokens', 'Which tokens does the rank have, from the first to the last?'],
-    [qr/does not lie within/, 'bounds',
+    [qr/does not lie within (?!no tensor)/, 'bounds',
         'The view begins or ends outside the tensor: is its first element wrong, or its count? An index may '
         . 'also be that of another chunk or unit, or be negative: in C, -1 % N is -1.'],
     [qr/ where .* fits the others/, 'shape',
@@ -375,6 +375,9 @@ my @advice = (
     [qr/^gradients/, 'gradients',
         'The first step is wrong in this tensor: which elements does your code take '
         . 'from the wrong place, or leave out?'],
+    [qr/the busiest expert has/, 'balance',
+        'Biases do not balance the experts: does each one rise by the rate if its expert got fewer tokens '
+        . 'than the mean, in every layer, and does the device get the new values?'],
     [qr/^the mean of means is off by/, 'means',
         'Is each micro-batch multiplied by its loss_scale[i]? It is 1 / labels of the whole batch.'],
     [qr/^losses of .* with ignored labels: .*/, 'means',
@@ -508,7 +511,7 @@ sub unfit {
     return record($e, $file, 'fail', 'file', "the file has no function $e->{function}",
         'The function keeps its name, and its arguments.')
         if code_of($part) !~ /\b\Q$e->{function}\E\s*\(/;
-    return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", "$e->{task}.")
+    return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", ucfirst "$e->{task}.")
         if code_of($part) =~ /\bTODO\s*\(/;
     return undef;
 }
@@ -536,7 +539,10 @@ sub grade {
         my ($kind, $words) = advice($e, $wrong);
         my $replaced = replaced(some("$folder/out"));
         $words = "$replaced." if $replaced && $kind =~ /^(?:calls|bytes)$/;
-        $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
+        my @others = others($folder, $wrong);
+        my $one = one_micro_batch($e, $folder, $_, $kind);
+        ($wrong, $words, $one) = without_share($wrong, $words, $one) if $kind eq 'share';
+        $words = join ' ', grep { length } $words, @others, $one;
         $words .= " The compiler has a warning, $warning." if defined $warning;
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);
     }
@@ -563,11 +569,18 @@ sub others {
     return @more ? 'Also wrong: ' . join('; ', @more > 2 ? @more[0, 1] : @more) . '.' : ();
 }
 
-# If numbers are wrong: whether they also are without accumulation, where a factor shows more plainly.
+# If one micro-batch passes, ranks do sum their shares, whatever the factor looks like.
+sub without_share {
+    my ($wrong, $words, $one) = @_;
+    return @_ if $one !~ s/ it passes:/ it passes, so ranks do sum:/;
+    return ($wrong =~ s/: usually only one rank's share.*//r, '', $one);
+}
+
+# If numbers are wrong: whether they also are without accumulation, where a factor shows plainly. Else ''.
 sub one_micro_batch {
     my ($e, $folder, $run, $kind) = @_;
-    return () if $kind !~ /^(?:gradients|share|norm|parameters|loss)$/;
-    return () if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
+    return '' if $kind !~ /^(?:gradients|share|norm|parameters|loss)$/;
+    return '' if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
     $run =~ s/ --grad-acc \d+//;
     my ($wrong) = proof($e, $folder, "$run --grad-acc 1");
     # Programs of ZeRO then go on with several micro-batches.
@@ -575,7 +588,7 @@ sub one_micro_batch {
     $wrong = '' if defined $one && $one !~ /FAIL/;
     return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
         if !length $wrong;
-    my ($usually) = $wrong =~ /: (usually .*)/ or return ();
+    my ($usually) = $wrong =~ /: (usually .*)/ or return '';
     return 'With one micro-batch (--grad-acc 1)'
         . ($wrong =~ /by this factor/ ? ' it is a plain factor' : '') . ": $usually.";
 }

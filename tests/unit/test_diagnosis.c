@@ -45,7 +45,7 @@ static void a_gradient_that_is_off_by_a_factor_is_told_which(void **context) {
         {-1, 2, "usually a sign"},
         {0, 1, "usually never written"},
         {0.25, 0.9, "usually only one rank's share: the sum over the 4 ranks of dp"},
-        {0.25, 0.7, "usually only one rank's share"},
+        {0.25, 0.7, "is missing or incomplete, or some of the 3 micro-batches are left out"},
         {1.1, 0.1, ""},
         {0.9, 0.5, ""},
         {NAN, NAN, ""},
