@@ -251,7 +251,7 @@ my @advice = (
         . 'not start what nobody waits for.'],
     [qr/\(--timeout\)/, 'hang',
         'Ranks wait for each other. Read who waits for whom: a call is missing on one '
-        . 'of them, comes in another order, or goes to the wrong neighbour.'],
+        . 'of them, comes in another order, or goes to the wrong neighbour, or a loop there does not end.'],
     [qr/has \d+ elements, and its \d+ parts|gives? itself .* and takes/, 'size',
         'The parts do not add up to the whole: if N does not divide it, which rank has the remainder? Are '
         . 'the counts those of this group, one for each of its ranks? Are those of what is sent and of what '
@@ -334,7 +334,8 @@ my @advice = (
     [qr/has died/, 'crash',
         'This rank ended without a message: because of an invalid pointer or index (gdb shows where, on '
         . 'the program in bin/), or because it took too much time or memory and was stopped.'],
-    [qr/\bnan\b/, 'nan', 'Numbers that were never written, or memory that was already freed, are used.'],
+    [qr/\bnan\b/, 'nan',
+        'Numbers that were never written, or memory that was already freed, are used, or 0 is divided by 0.'],
     [qr/^weights equal in all copies/, 'copies',
         'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
         . 'the table say that their gradients must be summed?'],
@@ -358,11 +359,16 @@ my @advice = (
         . 'too late, or never?'],
     [qr/^a step ends with .* more of device memory|leave \d+ B of device memory behind/, 'memory',
         'Each step or call leaks memory: what does the function allocate that nobody frees?'],
+    [qr/bytes are in holes/, 'memory',
+        'What lives longer is to be in its own place before the rest is allocated: move_to_own_place.'],
     [qr/holds \d+ B of activations, by/, 'memory',
         'Something that backward keeps is freed too early or too late: what does W still need after B?'],
     [qr/bubble|period|makespan/, 'bubble',
         'The order is valid, but ranks wait for longer than they must, or for less '
         . 'than they can. Draw it, with this program: --schedule NAME --stages p --micro-batches m.'],
+    [qr/^gradients .*(?:by inf relative|scale -?[\d.]+e\+\d\d)/, 'copies',
+        'The bits of several ranks are mixed up in this weight: do two of them store the same elements, and '
+        . 'does the table not say so (param_set_copies)?'],
     [qr/^gradients .*all by this factor(?!: usually)/, 'gradients',
         'All gradients are off by one factor, the scale: what is multiplied or divided once too often, or '
         . 'summed over too many or too few ranks?'],
