@@ -2,6 +2,7 @@
 # own_technique.t: a technique of one's own, outside the tree: the program on 00's page, as the page says how to
 # build and run it; and an optimizer in the step socket. TAP.
 # needs: build/libultrascale.a build/corpus.txt
+# slow: *
 . "$(dirname "$0")/tap.sh"
 tree=$PWD
 text=(--data "$tree/$build/corpus.txt")
