@@ -130,7 +130,7 @@ static void calls_name_their_micro_batch(void **state) {
 // ---- gradients: the last contribution of a step ----
 
 enum { UNITS = LAYERS + 2 };
-static struct { int ready[UNITS], last[UNITS], micro_batches, lasts, finished; } gradients;
+static struct { int ready[UNITS], last[UNITS], micro_batches, finished; } gradients;
 
 static void ready(void *context, Model *m, int unit, bool last) {
     (void)context, (void)m;
@@ -143,7 +143,6 @@ static void ready(void *context, Model *m, int unit, bool last) {
 static void micro_batch_ready(void *context, Model *m, bool last) {
     (void)context;
     gradients.micro_batches++;
-    gradients.lasts += last;
     if (last != (gradients.micro_batches % MICROS == 0))
         fail_msg("micro_batch_ready is called with `last` %s after micro-batch %d of %d",
                  last ? "true" : "false", (gradients.micro_batches - 1) % MICROS + 1, MICROS);
