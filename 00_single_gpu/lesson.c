@@ -12,7 +12,7 @@
 // ---- columns ----
 
 // Inspecting whole weights takes reduces and broadcasts, and saving them a barrier; no step makes any of
-// these.
+// these, which a dry run checks (proof.c).
 bool counted_in_steps(const char *call) {
     return strcmp(call, "reduce") && strcmp(call, "broadcast") && strcmp(call, "barrier");
 }

@@ -48,6 +48,19 @@ static void check_sent(const Trainer *t, const Price *price, const Counted *coun
     }
 }
 
+// A recorded run also inspects whole weights, which takes other kinds of calls (counted_in_steps). A step
+// makes none of these, and no price has any.
+static void check_nothing_else_sent(const Counted *counted, Group world) {
+    for (int i = 0; i < counted->kinds; i++) {
+        const char *call = counted->sent[i].name;
+        double calls = comm_max((double)counted->sent[i].calls, world);
+        if (counted_in_steps(call) || calls == 0) continue;
+        char *name = format_text("%s: calls of rank 0", call);
+        report_equal(name, 0, calls, "");
+        free(name);
+    }
+}
+
 static void check_memory(const Trainer *t, const Price *price, const Counted *counted) {
     const Model *m = t->model;
     const struct {
@@ -172,6 +185,7 @@ static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniq
     // on the data.
     double kept = device_is_dry_run() ? comm_sum((double)(cost.memory.now_total - held), mesh.world) : 0;
     report_that(kept == 0, "a step ends with %.0f B more of device memory than it has begun with", kept);
+    check_nothing_else_sent(&cost.counted, mesh.world);
     if (formula) {
         bool quiet = report_quiet(!config->verbose);
         *formula = column_of_price("formula", t, &price);

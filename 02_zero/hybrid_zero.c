@@ -14,8 +14,8 @@
 // gathers of the next units need not wait for it: a rank has one port inside its node and one across.
 // Bytes sent per rank and step with m micro-batches (letters as in zero3.c): inside,
 // m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as each micro-batch is reduced; across,
-// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…): (N - K) / (N - 1) of it for ranks of
-// other nodes, and in a ring 1 / K of it over links between nodes. Memory per rank: as zero3.c on K ranks.
+// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which (N - K) / (N - 1) is meant for
+// other nodes; a ring takes 1 / K of it from node to node. Memory per rank: as zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
 // Last line: PASS hybrid_zero: each node shards a replica, and the ranks reproduce the single-device step …
 #include <math.h>

@@ -104,7 +104,7 @@ static const Request *oldest_unmet(int rank, int *item) {
     return oldest;
 }
 
-#define ONE_ORDER ": what two ranks share, both start in one order, in whatever groups"
+#define ONE_ORDER ": two ranks must start the calls that they share in the same order, whatever the groups"
 
 // Ends all: this rank started some call with `rank` before the call of this notice, and that rank after it.
 // `answer` is this rank's request of the notice's call, or NULL if it has not reached it.

@@ -62,11 +62,14 @@ const char *diagnose_gradient(double scale, double relative) {
         if (s->kind == SIZE_RANKS && scale > 0.5 / s->size && scale < 1.5 / s->size)
             say_also("only one rank's share: the sum over ", s, " is missing or incomplete");
     }
+    for (int i = 0; i < count && *text; i++)
+        if (sizes[i].kind == SIZE_MICRO_BATCHES) say_also("some of ", &sizes[i], " are left out");
     return text;
 }
 
 const char *diagnose_loss(double loss, double expected) {
     text[0] = 0;
+    if (near(loss, -expected, LOSS_NOISE)) return "usually a sign";
     for (int i = 0; i < count; i++) {
         const struct Size *s = &sizes[i];
         bool ranks = s->kind == SIZE_RANKS;

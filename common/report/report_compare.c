@@ -76,7 +76,7 @@ static Row compare_quantity(const Record *run, const Record *baseline, int which
     const double least = REPORT_NOISE * quantity_largest(&y);
     Row row = row_new(y.name);
     if (quantities_pair(&x, &y, row.fault) && quantity_is_zero(&y))
-        snprintf(row.fault, sizeof row.fault, "all of %s's are zero, so nothing was compared",
+        snprintf(row.fault, sizeof row.fault, "those of %s are all zero, so nothing was compared",
                  baseline->title);
     if (*row.fault) {
         row.tensors = y.tensors, row.elements = y.count[0];

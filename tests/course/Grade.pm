@@ -211,12 +211,15 @@ my @advice = (
         'A message converts nothing: which of the two is a sum, in a wide dtype, and which is stored in '
         . '16 bits?'],
     [qr/not in ascending order/, 'tokens', 'Which tokens does the rank have, from the first to the last?'],
-    [qr/does not lie within/, 'bounds',
+    [qr/does not lie within (?!no tensor)/, 'bounds',
         'The view begins or ends outside the tensor: is its first element wrong, or its count? An index may '
         . 'also be that of another chunk or unit, or be negative: in C, -1 % N is -1.'],
     [qr/ where .* fits the others/, 'shape',
         'This operation got a tensor of the wrong shape or dtype: the wrong chunk or mask, or storage '
         . 'instead of a sum?'],
+    [qr/there is no peer -?\d+/, 'place',
+        'Ranks are 0 to N - 1. In a line the first and the last have one neighbour, and leave one call out; '
+        . 'in a ring neighbours are counted modulo N, and in C -1 % N is -1.'],
     [qr/sends itself|would overwrite/, 'place',
         'The source and the destination are the same memory, or the same rank: which of the two should '
         . 'be another?'],
@@ -232,6 +235,9 @@ my @advice = (
     [qr/, or added twice/, 'scale',
         'A sum that every rank already has is summed again, or one contribution is added twice. With '
         . '--ranks 4, is the factor 4, or still 2?'],
+    [qr/summed, and not averaged, over the \d+ micro-batches/, 'scale',
+        'Each loss is multiplied by loss_scale, 1 / the labels of the whole batch, and not divided by the '
+        . 'labels of its micro-batch. Or is a sum that every rank already has summed again?'],
     [qr/summed twice|summed, and not averaged/, 'scale',
         'A sum that every rank already has is summed again: scale it by 1 / N first, or sum only once.'],
     [qr/only one rank's share/, 'share',
@@ -245,7 +251,7 @@ my @advice = (
         . 'not start what nobody waits for.'],
     [qr/\(--timeout\)/, 'hang',
         'Ranks wait for each other. Read who waits for whom: a call is missing on one '
-        . 'of them, comes in another order, or goes to the wrong neighbour.'],
+        . 'of them, comes in another order, or goes to the wrong neighbour, or a loop there does not end.'],
     [qr/has \d+ elements, and its \d+ parts|gives? itself .* and takes/, 'size',
         'The parts do not add up to the whole: if N does not divide it, which rank has the remainder? Are '
         . 'the counts those of this group, one for each of its ranks? Are those of what is sent and of what '
@@ -302,6 +308,9 @@ my @advice = (
         'Calls of two ranks are matched in the order in which they are started, and here both send, or '
         . 'both receive. Let one rank begin with the other call, or let both make one call of the two: '
         . 'comm_send_receive.'],
+    [qr/called (?:send|receive)\(.* where rank \d+ called (?:send|receive)\(/, 'order',
+        'What one rank sends is not what the other one expects. Is it the right neighbour, and the same '
+        . 'chunk, with as many elements, on both?'],
     [qr/called .* where rank/, 'order',
         'All ranks of a group must make the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
@@ -325,7 +334,8 @@ my @advice = (
     [qr/has died/, 'crash',
         'This rank ended without a message: because of an invalid pointer or index (gdb shows where, on '
         . 'the program in bin/), or because it took too much time or memory and was stopped.'],
-    [qr/\bnan\b/, 'nan', 'Numbers that were never written, or memory that was already freed, are used.'],
+    [qr/\bnan\b/, 'nan',
+        'Numbers that were never written, or memory that was already freed, are used, or 0 is divided by 0.'],
     [qr/^weights equal in all copies/, 'copies',
         'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
         . 'the table say that their gradients must be summed?'],
@@ -335,7 +345,8 @@ my @advice = (
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
     [qr/a rank sent \d+ B, by its formula/, 'bytes',
-        'Do the chunks cover every element exactly once?'],
+        'Is each call made as often as the formula counts it, with as many elements? If a tensor is sent in '
+        . 'chunks, do these cover every element exactly once?'],
     [qr/^--scale-interval \d+, norm/, 'scaler',
         'The proof calls the function directly for this step: which path does the call take through it?'],
     [qr/^pairs F\+BW/, 'pairs',
@@ -348,11 +359,16 @@ my @advice = (
         . 'too late, or never?'],
     [qr/^a step ends with .* more of device memory|leave \d+ B of device memory behind/, 'memory',
         'Each step or call leaks memory: what does the function allocate that nobody frees?'],
+    [qr/bytes are in holes/, 'memory',
+        'What lives longer is to be in its own place before the rest is allocated: move_to_own_place.'],
     [qr/holds \d+ B of activations, by/, 'memory',
         'Something that backward keeps is freed too early or too late: what does W still need after B?'],
     [qr/bubble|period|makespan/, 'bubble',
         'The order is valid, but ranks wait for longer than they must, or for less '
         . 'than they can. Draw it, with this program: --schedule NAME --stages p --micro-batches m.'],
+    [qr/^gradients .*(?:by inf relative|scale -?[\d.]+e\+\d\d)/, 'copies',
+        'The bits of several ranks are mixed up in this weight: do two of them store the same elements, and '
+        . 'does the table not say so (param_set_copies)?'],
     [qr/^gradients .*all by this factor(?!: usually)/, 'gradients',
         'All gradients are off by one factor, the scale: what is multiplied or divided once too often, or '
         . 'summed over too many or too few ranks?'],
@@ -365,11 +381,15 @@ my @advice = (
     [qr/^gradients/, 'gradients',
         'The first step is wrong in this tensor: which elements does your code take '
         . 'from the wrong place, or leave out?'],
+    [qr/the busiest expert has/, 'balance',
+        'Biases do not balance the experts: does each one rise by the rate if its expert got fewer tokens '
+        . 'than the mean, in every layer, and does the device get the new values?'],
     [qr/^the mean of means is off by/, 'means',
         'Is each micro-batch multiplied by its loss_scale[i]? It is 1 / labels of the whole batch.'],
     [qr/^losses of .* with ignored labels: .*/, 'means',
         'If every token is a label, it is right. Do micro-batches divide by their own labels? A mean of '
         . 'means is another number: loss_scale[i] divides by the labels of the whole batch.'],
+    [qr/^loss.* are all zero/, 'loss', 'No loss is recorded: does each micro-batch add its own?'],
     [qr/^loss/, 'loss',
         'The forward pass differs, or the number by which each loss is divided: look there first.'],
     [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, but their norm is not.'],
@@ -406,6 +426,11 @@ sub of_count {
         . 'are not neighbours? --verbose shows all counts.'
         : 'The numbers are right, but this costs less than the formula says: is it done elsewhere?'
         if $what eq 'counts';
+    # In a table the calls come first.
+    return 'As many calls as predicted send ' . ($more
+        ? 'more bytes: is a whole tensor sent where a part would do, in a wider dtype, or to more ranks?'
+        : 'fewer bytes: is only a part sent, or 16-bit gradients in place of their sums in f32?')
+        if $text =~ /: bytes, all ranks/;
     return $more ? "Too many $what: is something sent twice, too early, or whole where a part would do?"
         : "Too few $what: is something not sent, or not for every unit, micro-batch or layer?";
 }
@@ -422,17 +447,17 @@ sub advice {
     return ('proof', $e->{proof} =~ /^tests.(.*)/ ? "What it demands is in tests/unit/$1.c." : '');
 }
 
-# From a program's output: "all_reduce is called in place of reduce_scatter", if one kind of call is never
-# made and another too often.
+# From a program's output: "all_reduce is called in place of reduce_scatter", if one kind of call is made too
+# seldom and another too often.
 sub replaced {
-    my ($never, $instead);
+    my ($seldom, $often);
     for (grep { /: calls of rank 0 .*FAIL$/ } split /\n/, $_[0]) {
         my ($call) = /^ *(\w+): calls/;
         my ($predicted, $measured) = counts_in($_);
-        $never //= $call if $measured == 0;
-        $instead //= $call if $measured > $predicted;
+        $seldom //= $call if $measured < $predicted;
+        $often //= $call if $measured > $predicted;
     }
-    return defined $never && defined $instead ? "$instead is called in place of $never" : '';
+    return defined $seldom && defined $often ? "$often is called in place of $seldom" : '';
 }
 
 # The sentence with which a run failed, or '' if it passed.
@@ -492,7 +517,7 @@ sub unfit {
     return record($e, $file, 'fail', 'file', "the file has no function $e->{function}",
         'The function keeps its name, and its arguments.')
         if code_of($part) !~ /\b\Q$e->{function}\E\s*\(/;
-    return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", "$e->{task}.")
+    return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", ucfirst "$e->{task}.")
         if code_of($part) =~ /\bTODO\s*\(/;
     return undef;
 }
@@ -520,7 +545,10 @@ sub grade {
         my ($kind, $words) = advice($e, $wrong);
         my $replaced = replaced(some("$folder/out"));
         $words = "$replaced." if $replaced && $kind =~ /^(?:calls|bytes)$/;
-        $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
+        my @others = others($folder, $wrong);
+        my $one = one_micro_batch($e, $folder, $_, $kind);
+        ($wrong, $words, $one) = without_share($wrong, $words, $one) if $kind eq 'share';
+        $words = join ' ', grep { length } $words, @others, $one;
         $words .= " The compiler has a warning, $warning." if defined $warning;
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);
     }
@@ -547,11 +575,18 @@ sub others {
     return @more ? 'Also wrong: ' . join('; ', @more > 2 ? @more[0, 1] : @more) . '.' : ();
 }
 
-# If numbers are wrong: whether they also are without accumulation, where a factor shows more plainly.
+# If one micro-batch passes, ranks do sum their shares, whatever the factor looks like.
+sub without_share {
+    my ($wrong, $words, $one) = @_;
+    return @_ if $one !~ s/ it passes:/ it passes, so ranks do sum:/;
+    return ($wrong =~ s/: usually only one rank's share.*//r, '', $one);
+}
+
+# If numbers are wrong: whether they also are without accumulation, where a factor shows plainly. Else ''.
 sub one_micro_batch {
     my ($e, $folder, $run, $kind) = @_;
-    return () if $kind !~ /^(?:gradients|share|norm|parameters|loss)$/;
-    return () if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
+    return '' if $kind !~ /^(?:gradients|share|norm|parameters|loss)$/;
+    return '' if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
     $run =~ s/ --grad-acc \d+//;
     my ($wrong) = proof($e, $folder, "$run --grad-acc 1");
     # Programs of ZeRO then go on with several micro-batches.
@@ -559,7 +594,7 @@ sub one_micro_batch {
     $wrong = '' if defined $one && $one !~ /FAIL/;
     return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
         if !length $wrong;
-    my ($usually) = $wrong =~ /: (usually .*)/ or return ();
+    my ($usually) = $wrong =~ /: (usually .*)/ or return '';
     return 'With one micro-batch (--grad-acc 1)'
         . ($wrong =~ /by this factor/ ? ' it is a plain factor' : '') . ": $usually.";
 }

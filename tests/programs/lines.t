@@ -25,7 +25,7 @@ ends() {
 # If the first of a rank's two calls has already met its counterpart, only the second can be named.
 met='rank [0-3] called (all_reduce|send|receive)\(.*\) in group (tp|dp) before another call that it shares'
 met="$met with rank"
-order=': what two ranks share, both start in one order'
+order=': two ranks must start the calls that they share in the same order'
 tp='called all_reduce\(1024 f32\) in group tp' dp='called all_reduce\(2048 f32\) in group dp'
 ends crossed "rank 2 $dp where rank [01] $tp$order|rank 3 $tp where rank 2 $dp$order|$met"
 ends crossed-late "rank [123] $dp where rank 0 $tp$order|$met"

@@ -50,7 +50,7 @@ for program in $programs; do
 done
 [ $# = 0 ] || finish
 run $nccl/tests/test_lines --scenario crossed-late
-one_line $? -F 'what two ranks share, both start in one order'
+one_line $? -F 'two ranks must start the calls that they share in the same order'
 report $? "crossed orders of two communicators: $(cat "$err")"
 
 run $nccl/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"

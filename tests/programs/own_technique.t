@@ -2,6 +2,7 @@
 # own_technique.t: a technique of one's own, outside the tree: the program on 00's page, as the page says how to
 # build and run it; and an optimizer in the step socket. TAP.
 # needs: build/libultrascale.a build/corpus.txt
+# slow: *
 . "$(dirname "$0")/tap.sh"
 tree=$PWD
 text=(--data "$tree/$build/corpus.txt")
@@ -37,6 +38,11 @@ sed 's/(price, 1, /(price, 2, /' "$work/sum_once.c" >"$work/dear.c"
 compiles dear && ! proves dear --ranks 2 &&
     grep -q '^FAIL dear: all_reduce: calls of rank 0: predicted 30, measured 18,' "$out"
 report $? "at twice the price, too"
+sed 's/REDUCE_SUM, unit->replicas));/&\n            comm_wait(comm_broadcast(unit_total_grad(unit), 0, unit->replicas));/' \
+    "$work/sum_once.c" >"$work/sends.c"
+compiles sends && ! proves sends --ranks 2 &&
+    grep -q '^FAIL sends: broadcast: calls of rank 0: predicted 0, measured 4, off by 4' "$out"
+report $? "and with a broadcast of the sums, which no price has"
 
 # Steps against the sign of each gradient, with a moment of its own.
 cat >"$work/signs.c" <<'END'

@@ -45,7 +45,7 @@ static void a_gradient_that_is_off_by_a_factor_is_told_which(void **context) {
         {-1, 2, "usually a sign"},
         {0, 1, "usually never written"},
         {0.25, 0.9, "usually only one rank's share: the sum over the 4 ranks of dp"},
-        {0.25, 0.7, "usually only one rank's share"},
+        {0.25, 0.7, "is missing or incomplete, or some of the 3 micro-batches are left out"},
         {1.1, 0.1, ""},
         {0.9, 0.5, ""},
         {NAN, NAN, ""},
@@ -77,6 +77,7 @@ static void a_loss_that_is_off_by_log_n_is_told_of_its_softmax(void **context) {
     assert_says(diagnose_loss(loss - log(4), loss), "only one part of the vocabulary", -log(4));
     assert_says(diagnose_loss(loss / 4, loss), "averaged twice over the 4 ranks of dp", loss / 4);
     assert_says(diagnose_loss(3 * loss, loss), "not averaged, over the 3 micro-batches", 3 * loss);
+    assert_says(diagnose_loss(-loss, loss), "usually a sign", -loss);
     assert_says(diagnose_loss(loss + 0.01, loss), "", loss + 0.01);
     assert_says(diagnose_loss(NAN, loss), "", NAN);
 }

@@ -194,7 +194,7 @@ static void a_record_that_is_zero_as_a_whole_never_passes(void **context) {
         for (int64_t i = 0; i < sizes[t]; i++) pair->run.grad[t][i] = pair->baseline.grad[t][i] = 0;
     assert_refused(pair, "gradients that are all zero");
     assert_false(compare(pair, PROOF_EXACT, 0));
-    assert_verdict(STATUS_FAIL, "gradients of variant: all of plain's are zero, so nothing was compared");
+    assert_verdict(STATUS_FAIL, "gradients of variant: those of plain are all zero, so nothing was compared");
     // A single tensor may be zero: an expert without tokens.
     pair->run.grad[3][5] = pair->baseline.grad[3][5] = 2;
     assert_true(compare(pair, PROOF_EXACT, 0));

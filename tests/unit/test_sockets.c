@@ -130,26 +130,31 @@ static void calls_name_their_micro_batch(void **state) {
 // ---- gradients: the last contribution of a step ----
 
 enum { UNITS = LAYERS + 2 };
-static struct { int ready[UNITS], last[UNITS], micro_batches, lasts, finished; } gradients;
+static struct { int ready[UNITS], last[UNITS], micro_batches, finished; } gradients;
 
 static void ready(void *context, Model *m, int unit, bool last) {
     (void)context, (void)m;
     gradients.ready[unit]++;
     gradients.last[unit] += last;
-    assert_true(last == (gradients.ready[unit] % MICROS == 0));
+    if (last != (gradients.ready[unit] % MICROS == 0))
+        fail_msg("`ready` is called with `last` %s after micro-batch %d of %d", last ? "true" : "false",
+                 (gradients.ready[unit] - 1) % MICROS + 1, MICROS);
 }
 static void micro_batch_ready(void *context, Model *m, bool last) {
     (void)context;
     gradients.micro_batches++;
-    gradients.lasts += last;
-    assert_true(last == (gradients.micro_batches % MICROS == 0));
+    if (last != (gradients.micro_batches % MICROS == 0))
+        fail_msg("micro_batch_ready is called with `last` %s after micro-batch %d of %d",
+                 last ? "true" : "false", (gradients.micro_batches - 1) % MICROS + 1, MICROS);
     for (int unit = 0; unit < m->params.units; unit++)
         assert_int_equal(gradients.ready[unit], gradients.micro_batches);
 }
 static void finish(void *context, Model *m) {
     (void)context, (void)m;
     gradients.finished++;
-    assert_int_equal(gradients.lasts, gradients.finished);
+    if (gradients.micro_batches != MICROS * gradients.finished)
+        fail_msg("micro_batch_ready is called %d times in %d steps of %d micro-batches",
+                 gradients.micro_batches, gradients.finished, MICROS);
 }
 static void *plug_gradients(Model *m) {
     m->sockets.gradients.ready = ready;

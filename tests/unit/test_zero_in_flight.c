@@ -25,7 +25,8 @@ static void parts_are_even(void) {
                 const int64_t part = zero_part(count, rank, size, &first);
                 SAME(first, end);
                 if (part < 0 || part > (count + size - 1) / size)
-                    note("rank %d of %d has %ld of %ld elements", rank, size, (long)part, (long)count);
+                    note("rank %d of %d has %ld of %ld elements, expected ceil(%ld / %d) or less", rank, size,
+                         (long)part, (long)count, (long)count, size);
                 end += part;
             }
             SAME(end, count);
@@ -37,6 +38,19 @@ static int in_flight(Request *const *request, int units) {
     int bits = 0;
     for (int i = 0; i < units; i++) bits |= (request[i] != NULL) << i;
     return bits;
+}
+
+// The names of such units; the result is one of 2 static buffers in turn.
+static const char *named(const Model *m, int bits) {
+    static char text[2][200];
+    static int turn;
+    char *to = text[turn++ % 2];
+    *to = 0;
+    for (int unit = 0; unit < m->params.units; unit++)
+        if (bits >> unit & 1)
+            snprintf(to + strlen(to), sizeof text[0] - strlen(to), "%s%s", *to ? " and " : "",
+                     m->params.unit[unit].name);
+    return *to ? to : "no unit";
 }
 
 // What all ranks send in one call for each unit, among the ranks that hold replicas of it and no others.
@@ -104,8 +118,8 @@ static void zero1_sends_in_time(Mesh mesh, ZeroGather gather) {
         sockets->gradients.ready(sockets->gradients.context, m, unit, true);
         const int bits = in_flight(zero->reduction, units), right = (1 << units) - (1 << unit);
         if (bits != right)
-            note("when %s is ready, the gradients of the units of bits %x are in flight, and not %x",
-                 m->params.unit[unit].name, (unsigned)bits, (unsigned)right);
+            note("in flight when %s is ready: gradients of %s, expected %s", m->params.unit[unit].name,
+                 named(m, bits), named(m, right));
     }
     sockets->gradients.finish(sockets->gradients.context, m);
     SAME(in_flight(zero->reduction, units), 0);
@@ -117,10 +131,8 @@ static void zero1_sends_in_time(Mesh mesh, ZeroGather gather) {
                            (zero->gather == GATHER_BEHIND_STEP && unit + 1 < units);
         const int bits = in_flight(zero->gathering, units), right = flies ? (2 << unit) - 1 : 0;
         if (bits != right)
-            note(
-                "--gather %d: when %s has been stepped, the weights of the units of bits %x are in flight, "
-                "and not %x",
-                (int)gather, m->params.unit[unit].name, (unsigned)bits, (unsigned)right);
+            note("--gather %d: in flight when %s has been stepped: weights of %s, expected %s", (int)gather,
+                 m->params.unit[unit].name, named(m, bits), named(m, right));
     }
     sockets->parameters.complete(sockets->parameters.context, m);
     SAME(in_flight(zero->gathering, units), 0);
@@ -165,10 +177,9 @@ static void zero3_gathers_one_unit_ahead(void) {
                 const int bits = gathered_for(t->model, unit, pass),
                           read_by_head = tied && pass == FORWARD && unit == UNITS - 2 ? E : 0;
                 if (bits != (right[pass][unit] | read_by_head))
-                    note("%s, %s of %s: the units of bits %x are gathered, and not %x",
-                         tied ? "tied" : "untied", pass == FORWARD ? "forward" : "backward",
-                         t->model->params.unit[unit].name, (unsigned)bits,
-                         (unsigned)(right[pass][unit] | read_by_head));
+                    note("%s, %s of %s: weights of %s are gathered, expected %s", tied ? "tied" : "untied",
+                         pass == FORWARD ? "forward" : "backward", t->model->params.unit[unit].name,
+                         named(t->model, bits), named(t->model, right[pass][unit] | read_by_head));
             }
         trainer_free(t);
     }
