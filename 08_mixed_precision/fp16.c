@@ -63,7 +63,7 @@ static bool accept(void *context, Model *m, double grad_norm) {
         CHECK(*scale >= 1,
               "the gradients overflow float16 even where the loss is not scaled: lower --lr, or take "
               "--dtype bf16");
-    } else if (s->interval && ++*good == (double)s->interval) {
+    } else if (s->interval && ++*good >= (double)s->interval) {
         *scale *= 2;
         *good = 0;
     }
