@@ -266,9 +266,9 @@ static void an_overflow_halves_the_scale_and_skips_the_step(void **state) {
         bool made = m.sockets.step.accept(m.sockets.step.context, &m, step[i].norm);
         if (made != step[i].made || m.grad_scale != step[i].scale || other.asked != 1)
             fail_msg(
-                "--loss-scale %s, --scale-interval %d, norm %g, others say %s, asked %d times: the "
-                "step is %s, and the scale goes from 8 to %g",
-                step[i].kind == STATIC ? "static" : "dynamic", step[i].interval, step[i].norm,
+                "--loss-scale %s, --scale-interval %d, %g good steps, norm %g, others say %s, asked %d "
+                "times: the step is %s, and the scale goes from 8 to %g",
+                step[i].kind == STATIC ? "static" : "dynamic", step[i].interval, step[i].good, step[i].norm,
                 step[i].other ? "yes" : "no", other.asked, made ? "made" : "skipped", m.grad_scale);
         fp16_recipe.unplug(&m, context);
     }
