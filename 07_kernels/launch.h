@@ -168,12 +168,12 @@ void prove_matmul(Proof *proof, int64_t n, bool transposed, Multiply multiply) {
     free(b);
 }
 
-// run(size) launches the version, and formula(size) is its work: at `small`, where it is counted, and at
-// the size of the table, which only a GPU runs.
+// run(size) launches the version, and formula(size) is its work: at `small`, where the emulator counts it,
+// and at the size of the table, which only a GPU runs. It runs no other, as its arrays may be smaller.
 template <class Size, class Run, class Formula>
 void show_version(const KernelVersion &version, const Proof &proof, const Size &small, const Size &size,
                   Run run, Formula formula) {
-    const Work work = counted([&] { run(small); });
+    const Work work = ON_GPU ? Work{} : counted([&] { run(small); });
     const Work predicted = formula(small), at_size = formula(size);
     const double seconds = measured([&] { run(size); });
     kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &at_size, seconds, proof.error,

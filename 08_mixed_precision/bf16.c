@@ -19,7 +19,7 @@
 // Memory per parameter: 20 bytes: weight 2, master 4, gradient 2 and its sum 4, AdamW's moments 4 + 4; 18
 // with --gradient f32. Bytes sent: gradients in the dtype of sums, so no more with --gradient f32.
 // Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
-// Last line: PASS bf16: the ranks reproduce the single-device step, and updates below half a step vanish …
+// Last line: PASS bf16: the ranks reproduce the single-device step; updates below half a step vanish …
 #include <math.h>
 
 #include "mixed_precision.h"
@@ -171,6 +171,7 @@ static void compare(Mesh mesh, const Config *config) {
     if (config_number(config, "proof-only")) return;
     show_vanishing_updates();
     show_sums();
+    report_note("updates below half a step vanish");
 }
 
 int main(int argc, char **argv) {
@@ -180,7 +181,7 @@ int main(int argc, char **argv) {
     const Technique *const twin[] = {zero_twin_of_1[0], &bf16_recipe, &ddp_no_sync, &recompute, NULL};
     const Program program = {
         .purpose = "bfloat16: f32 master weights, sums in f32, and stochastic rounding in their place.",
-        .claim = "the ranks reproduce the single-device step, and updates below half a step vanish",
+        .claim = "the ranks reproduce the single-device step",
         .defaults =
             "layers=1 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=2 "
             "dtype=bf16 optimizer=adamw lr=0.001 clip=0.5",

@@ -128,6 +128,10 @@ static void check(const Config *c) {
     CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
           r->name);
+    CHECK(!r->history || c->dtype != F16 || !config_number(c, "loss-scale") || !(c->save || c->resume),
+          "--fp8 %s with --dtype f16: a checkpoint holds either the histories of amax or the scale of the "
+          "loss, not both: --fp8 te-current would fit, or --dtype bf16",
+          r->name);
     // A tile that crossed into the next rank's columns would have a different amax on each rank.
     long keys = c->kv_heads * config_head_size(c) / c->tp, tile = tile_of(c, r), fits = tile;
     long inner = c->experts ? keys : c->ffn / c->tp;  // ranks of tp hold experts whole

@@ -43,7 +43,7 @@ struct Fp8Linear {
     Cast *cast;        // (parameters)
     bool keeps_casts;  // ZeRO-3 frees weights after use, and so their casts
     int64_t casts;     // of weights so far
-    // Delayed scaling, a slot for each operand of each parameter:
+    // Delayed scaling, a slot for each parameter's x, then for each one's W, then for each one's dy:
     Tensor amax;      // (slots) f32: of this step so far, of this rank
     Tensor scale;     // (slots) f32: of this step
     double *history;  // (history, slots) newest first: Params.kept
@@ -60,7 +60,7 @@ static DType codes_of(const Fp8Linear *f, Operand operand) {
     return operand == OPERAND_DY ? f->recipe->backward : f->recipe->forward;
 }
 static int slot_of(const Model *m, const Param *p, Operand operand) {
-    return (int)(p - m->params.param) * OPERANDS + (int)operand;
+    return (int)operand * m->params.count + (int)(p - m->params.param);
 }
 
 // ---- scales ----
@@ -271,9 +271,10 @@ static void set_scales(Fp8Linear *f) {
     }
     tensor_from_doubles(f->scale, scale);
     free(scale);
-    for (int slot = 0; slot < f->slots; slot++) {
-        Tensor one = tensor_view(f->scale, slot, SHAPE(1, 1));
-        op_tile_scale(one, one, codes_of(f, (Operand)(slot % OPERANDS)), f->recipe->rule);
+    const int each = f->slots / OPERANDS;
+    for (int operand = 0; operand < OPERANDS; operand++) {
+        Tensor all = tensor_view(f->scale, operand * each, SHAPE(1, each));
+        op_tile_scale(all, all, codes_of(f, (Operand)operand), f->recipe->rule);
     }
 }
 

@@ -6,10 +6,13 @@
 export OMP_NUM_THREADS=1
 program=08_mixed_precision/fp16
 
+verdict='the ranks reproduce the single-device step; each trick fixes its own failure ('
 passes "each trick fixes its own failure" $program
+verdict='the ranks reproduce the single-device step ('  # nothing is said of what is left out
 for zero in 0 1 3; do
     passes "ZeRO-$zero, and an overflow on one rank" $program --zero $zero --proof-only
 done
+verdict=''
 refused "a smaller scale of the loss would fit, or --dtype bf16" $program --scale 1e9 --proof-only
 refuses "a later step overflows" \
     'gradients of step [2-8], which a proof compares, overflow f16: a smaller scale' \

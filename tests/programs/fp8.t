@@ -96,6 +96,8 @@ refused "--long 2 would fit" $program --layers 1 --ranks 1 --long 1
 refused "--long is of one device's training, which --proof-only leaves out" $program $one --long 2
 refused "--curves is of one device's training, which --proof-only leaves out" $program $one --curves \
     "$work/curves.svg"
+refused "a checkpoint holds either the histories of amax or the scale" $program --no-check --dtype f16 \
+    --save "$work/f16"
 refused "--fp8-tile 8 would fit" $program --fp8 deepseek --tp 2
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
 refused "--fp8-tile 32 would fit" $program --fp8 deepseek --fp8-tile 48
