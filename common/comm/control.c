@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "doorbell.h"
+#include "files.h"
 #include "launch.h"
 #include "mailbox.h"
 #include "transport.h"
@@ -225,6 +226,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
         control_check_shared((double)MPI_SHARED * here, here);
     state.crowded = environment_int("OMPI_MCA_mpi_yield_when_idle");
+    watch_mapped_files();  // before Open MPI, which only adds handlers where there are none
     expect_others(timeout, "met", "start");
     int provided;
     __lsan_disable();
