@@ -49,8 +49,11 @@ static int launched_rank(void) {
 }
 
 int base_launched(void) {
-    const char *ranks_of_mpirun = getenv("OMPI_COMM_WORLD_SIZE"), *tasks = getenv("SLURM_STEP_NUM_TASKS");
-    int count = ranks_of_mpirun ? atoi(ranks_of_mpirun) : tasks ? atoi(tasks) : 1;
+    // Of Open MPI, of srun, and of MPICH and its kin.
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"};
+    size_t i = 0;
+    while (i < sizeof names / sizeof *names && !getenv(names[i])) i++;
+    int count = i < sizeof names / sizeof *names ? atoi(getenv(names[i])) : 1;
     return count > 1 ? count : 1;
 }
 

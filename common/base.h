@@ -34,7 +34,7 @@ void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 // other than 0 are silent from the start.
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
 int base_rank(void);
-// How many processes mpirun or srun started, this one included; 1 without them.
+// How many processes mpirun, of any MPI, or srun started, this one included; 1 without them.
 int base_launched(void);
 
 // Adds something that fatal() also does, on the rank that prints its sentence: after printing, each `act` is

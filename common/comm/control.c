@@ -234,9 +234,9 @@ void control_start(int *rank, int *ranks, double timeout) {
     __lsan_enable();
     MPI_Comm_rank(MPI_COMM_WORLD, rank);
     MPI_Comm_size(MPI_COMM_WORLD, ranks);
-    int tasks = environment_int("SLURM_STEP_NUM_TASKS");
-    CHECK(*ranks > 1 || tasks <= 1,
-          "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
+    CHECK(*ranks > 1 || base_launched() == 1, "%d processes were started that do not find each other; %s",
+          base_launched(),
+          environment("SLURM_STEP_NUM_TASKS") ? "try srun --mpi=pmix" : "is that mpirun Open MPI's?");
     state.notice_request = MPI_REQUEST_NULL;
 }
 

@@ -296,6 +296,15 @@ if wanted "address space"; then
     one_line $? -F '4 ranks need mpirun: each rank takes 768 MB of address space, and 390 are allowed (ulimit -v)'
     report $? "address space for ranks: $(cat "$err")"
 fi
+# As srun without PMIx and another MPI's mpirun start them: each would be a run of its own, and pass.
+lonely() {  # lonely NAME WORDS SETTINGS…
+    wanted "$1" || return
+    run env "${@:3}" "$comm" --scenario header
+    one_line $? -F "test_comm: 4 processes were started that do not find each other; $2"
+    report $? "$1: $(cat "$err")"
+}
+lonely "tasks of srun" 'try srun --mpi=pmix' SLURM_STEP_NUM_TASKS=4
+lonely "ranks of MPICH" "is that mpirun Open MPI's?" PMI_RANK=1 PMI_SIZE=4
 if wanted "a folder that is gone"; then
     run bash -c 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"' "$work/nowhere" "$PWD/$comm" --scenario header
     one_line $? -F '4 ranks need mpirun: the folder in which it would start is gone'
