@@ -413,7 +413,9 @@ void base_start(int argc, char **argv) {
     mallopt(M_TOP_PAD, 16 << 20);
     mallopt(M_TRIM_THRESHOLD, -1);
     setvbuf(stdout, NULL, _IOLBF, 0);  // a log shows lines as they come
-    if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads(host_cores(omp_get_max_threads()));
+    const char *threads = getenv("OMP_NUM_THREADS");
+    if (threads && !*threads) threads = NULL, unsetenv("OMP_NUM_THREADS");  // empty: not set, as for OpenMP
+    if (!threads) omp_set_num_threads(host_cores(omp_get_max_threads()));
     // OpenBLAS waits for as many threads as it has asked for, so OpenMP must not start fewer. Beyond 1,024
     // it crashes.
     omp_set_dynamic(0);
