@@ -512,10 +512,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(blas_runs_the_best_kernel_unless_pinned),
         cmocka_unit_test(a_pin_below_the_processor_is_obeyed_and_warned_of_once),
         cmocka_unit_test(threads_that_wait_soon_sleep_unless_told_otherwise),
+        cmocka_unit_test(a_hash_goes_on_from_the_one_before),
 #if !defined(__SANITIZE_ADDRESS__)
         cmocka_unit_test(large_buffers_are_touched_once),
         cmocka_unit_test(host_memory_is_never_null),
-        cmocka_unit_test(a_hash_goes_on_from_the_one_before),
 #endif
     };
     return cmocka_run_group_tests_name("base", tests, NULL, NULL);
