@@ -49,8 +49,11 @@ static int launched_rank(void) {
 }
 
 int base_launched(void) {
-    const char *ranks_of_mpirun = getenv("OMPI_COMM_WORLD_SIZE"), *tasks = getenv("SLURM_STEP_NUM_TASKS");
-    int count = ranks_of_mpirun ? atoi(ranks_of_mpirun) : tasks ? atoi(tasks) : 1;
+    // Of Open MPI, of srun, and of MPICH and its kin.
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"};
+    size_t i = 0;
+    while (i < sizeof names / sizeof *names && !getenv(names[i])) i++;
+    int count = i < sizeof names / sizeof *names ? atoi(getenv(names[i])) : 1;
     return count > 1 ? count : 1;
 }
 
@@ -172,6 +175,20 @@ char *format_text(const char *format, ...) {
     CHECK(length >= 0, "out of host memory for a line of text");
     check_host_memory((size_t)length + 1);
     return text;
+}
+
+const uint64_t HASH_SEED = 0xcbf29ce484222325;
+
+uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {
+    const unsigned char *from = data;
+    for (; bytes >= 8; bytes -= 8, from += 8) {
+        uint64_t word;
+        memcpy(&word, from, 8);
+        h = (h ^ word) * 0x100000001b3;
+        h ^= h >> 29;
+    }
+    while (bytes--) h = (h ^ *from++) * 0x100000001b3;
+    return h;
 }
 
 bool word_among(const char *names, const char *word) {
@@ -396,7 +413,9 @@ void base_start(int argc, char **argv) {
     mallopt(M_TOP_PAD, 16 << 20);
     mallopt(M_TRIM_THRESHOLD, -1);
     setvbuf(stdout, NULL, _IOLBF, 0);  // a log shows lines as they come
-    if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads(host_cores(omp_get_max_threads()));
+    const char *threads = getenv("OMP_NUM_THREADS");
+    if (threads && !*threads) threads = NULL, unsetenv("OMP_NUM_THREADS");  // empty: not set, as for OpenMP
+    if (!threads) omp_set_num_threads(host_cores(omp_get_max_threads()));
     // OpenBLAS waits for as many threads as it has asked for, so OpenMP must not start fewer. Beyond 1,024
     // it crashes.
     omp_set_dynamic(0);

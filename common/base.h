@@ -34,7 +34,7 @@ void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 // other than 0 are silent from the start.
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
 int base_rank(void);
-// How many processes mpirun or srun started, this one included; 1 without them.
+// How many processes mpirun, of any MPI, or srun started, this one included; 1 without them.
 int base_launched(void);
 
 // Adds something that fatal() also does, on the rank that prints its sentence: after printing, each `act` is
@@ -78,6 +78,11 @@ int host_cores(int cores);
 const char *plural(int64_t n);
 // The formatted text in memory of its own, which the caller frees.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
+
+// A hash of these bytes (FNV-1a, eight bytes at a time). It goes on from the hash of what comes before them,
+// which at first is HASH_SEED.
+extern const uint64_t HASH_SEED;
+uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
 
 // Whether the word is one of the names, which are separated by blanks.
 bool word_among(const char *names, const char *word);

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -192,38 +193,49 @@ const char *file_close_flushed(FILE *file, const char *path) {
 
 // ---- reading ----
 
-enum { MOST_MAPPED = 256 };
-static struct {
-    const uint8_t *bytes;
-    size_t size;
-    char *path;
-} mapped[MOST_MAPPED];
-static struct sigaction before_mapping;
+static struct sigaction before_watching;
+
+// The path of the file that is mapped at this address, or NULL; *shared: what is written there goes to it.
+// The caller frees it.
+static char *file_at(const void *address, bool *shared) {
+    char *line = NULL, *path = NULL, mode;
+    size_t room = 0;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (maps && !path && getline(&line, &room, maps) > 0) {
+        uintptr_t begin, end;
+        int at = 0;
+        if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %*3c%c %*s %*s %*s %n", &begin, &end, &mode, &at) < 3 ||
+            (uintptr_t)address < begin || (uintptr_t)address >= end || line[at] != '/')
+            continue;
+        line[strcspn(line, "\n")] = '\0';
+        path = format_text("%s", line + at);
+        *shared = mode == 's';
+    }
+    if (maps) fclose(maps);
+    free(line);
+    return path;
+}
 
 // The signal comes from the access itself, not at some random point, so this handler may call any function.
 static void on_bus_error(int number, siginfo_t *info, void *unused) {
     (void)unused;
-    const uint8_t *at = info->si_addr;
-    sigaction(number, &before_mapping, NULL);
-    for (int i = 0; i < MOST_MAPPED; i++)
-        if (mapped[i].bytes && at >= mapped[i].bytes && at < mapped[i].bytes + mapped[i].size)
-            fatal("%s became shorter while it was read, or its disk fails", mapped[i].path);
+    bool shared;
+    sigaction(number, &before_watching, NULL);
+    char *path = info->si_code == BUS_ADRERR ? file_at(info->si_addr, &shared) : NULL;
+    if (path && shared)
+        fatal("%.*s is full, where the ranks of this machine share memory: mount it larger (docker run "
+              "--shm-size), or start fewer ranks",
+              (int)(strrchr(path, '/') - path), path);
+    if (path) fatal("%s became shorter while it was read, or its disk fails", path);
     // Not in a mapped file: returning repeats the access, and ends the program as without this handler.
     // After kill() there is no access to repeat.
     if (info->si_code <= 0) raise(number);
 }
 
-static void remember(const uint8_t *bytes, size_t size, const char *path) {
+void watch_mapped_files(void) {
     struct sigaction action = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO}, now;
     sigaction(SIGBUS, &action, &now);
-    if (!(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != on_bus_error) before_mapping = now;
-    for (int i = 0; i < MOST_MAPPED; i++)
-        if (!mapped[i].bytes) {
-            mapped[i].path = format_text("%s", path);
-            mapped[i].size = size;
-            mapped[i].bytes = bytes;
-            return;
-        }
+    if (!(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != on_bus_error) before_watching = now;
 }
 
 // The descriptor of a regular file, or -1 and the sentence in *wrong.
@@ -254,20 +266,15 @@ const char *input_map(const char *path, const uint8_t **bytes, size_t *size) {
         void *memory = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, file, 0);
         if (memory == MAP_FAILED)
             wrong = fault_text("%s cannot be mapped into memory: %s", path, strerror(errno));
-        else remember(*bytes = memory, *size, path);
+        else *bytes = memory;
+        watch_mapped_files();
     }
     close(file);
     return wrong;
 }
 
 void input_unmap(const uint8_t *bytes, size_t size) {
-    if (!bytes || !size) return;
-    for (int i = 0; i < MOST_MAPPED; i++)
-        if (mapped[i].bytes == bytes) {
-            mapped[i].bytes = NULL;
-            free(mapped[i].path);
-        }
-    munmap((void *)bytes, size);
+    if (bytes && size) munmap((void *)bytes, size);
 }
 
 const char *input_text(const char *path, size_t most, char **text, size_t *size) {

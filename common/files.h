@@ -44,6 +44,9 @@ const char *file_close_flushed(FILE *file, const char *path);
 // the file is truncated later, reading the missing bytes is fatal.
 const char *input_map(const char *path, const uint8_t **bytes, size_t *size);
 void input_unmap(const uint8_t *bytes, size_t size);
+// From now on an access to a mapped file that finds nothing there, since the file has become shorter or, in
+// memory that ranks share, its disk is full, is fatal and says so. input_map calls it.
+void watch_mapped_files(void);
 // Reads a regular file of fewer than `most` bytes into *text and appends a zero byte; the caller frees it.
 // Returns as input_map does.
 const char *input_text(const char *path, size_t most, char **text, size_t *size);

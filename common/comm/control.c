@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "doorbell.h"
+#include "files.h"
 #include "launch.h"
 #include "mailbox.h"
 #include "transport.h"
@@ -225,6 +226,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
         control_check_shared((double)MPI_SHARED * here, here);
     state.crowded = environment_int("OMPI_MCA_mpi_yield_when_idle");
+    watch_mapped_files();  // before Open MPI, which only adds handlers where there are none
     expect_others(timeout, "met", "start");
     int provided;
     __lsan_disable();
@@ -232,9 +234,9 @@ void control_start(int *rank, int *ranks, double timeout) {
     __lsan_enable();
     MPI_Comm_rank(MPI_COMM_WORLD, rank);
     MPI_Comm_size(MPI_COMM_WORLD, ranks);
-    int tasks = environment_int("SLURM_STEP_NUM_TASKS");
-    CHECK(*ranks > 1 || tasks <= 1,
-          "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
+    CHECK(*ranks > 1 || base_launched() == 1, "%d processes were started that do not find each other; %s",
+          base_launched(),
+          environment("SLURM_STEP_NUM_TASKS") ? "try srun --mpi=pmix" : "is that mpirun Open MPI's?");
     state.notice_request = MPI_REQUEST_NULL;
 }
 

@@ -29,12 +29,12 @@
 #define H100_FLOPS \
     { 67e12, 67e12, 989e12, 989e12, 2 * 989e12, 2 * 989e12, 67e12 }
 static const Machine machines[] = {
-    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", A100_FLOPS, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6, 9.6e-6,
-     "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
-    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", H100_FLOPS, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
-     "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
-    {"h200", "NVIDIA H200 SXM 141 GB", H100_FLOPS, 4.8e12, 141e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
-     "NVIDIA H200 Tensor Core GPU datasheet, H200 SXM (bf16: half of 1,979 with sparsity)"},
+    // NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM
+    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", A100_FLOPS, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6, 9.6e-6},
+    // NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)
+    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", H100_FLOPS, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6},
+    // NVIDIA H200 Tensor Core GPU datasheet, H200 SXM (bf16: half of 1,979 with sparsity)
+    {"h200", "NVIDIA H200 SXM 141 GB", H100_FLOPS, 4.8e12, 141e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6},
 };
 enum { MACHINES = sizeof machines / sizeof *machines };
 

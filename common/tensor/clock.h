@@ -22,7 +22,6 @@ typedef struct Machine {
     // Links of one GPU, each way: NVLink to the others in its node, and its share of the node's network.
     double node_bytes_per_second, network_bytes_per_second;
     double node_latency, network_latency;  // seconds per step
-    const char *source;                    // where the numbers are from
 } Machine;
 
 const Machine *machine_find(const char *name);  // fatal with the list of names when unknown

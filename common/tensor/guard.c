@@ -107,11 +107,8 @@ static const char *path_in_book(const char *path) {
 // as well. Static text.
 static const char *source_line(void *const *address, int count) {
     static char text[1536];
-    char command[4096], function[256], place[1024];
-    ssize_t length = readlink("/proc/self/exe", place, sizeof place - 1);
-    if (length <= 0) return "an unknown place";
-    place[length] = '\0';
-    int used = snprintf(command, sizeof command, "addr2line -fie '%s'", place);
+    char command[1024], function[256], place[1024];
+    int used = snprintf(command, sizeof command, "addr2line -fie /proc/%d/exe", (int)getpid());
     Dl_info here, there;
     dladdr(&guard, &here);
     bool moved = ((const ElfW(Ehdr) *)here.dli_fbase)->e_type == ET_DYN;
@@ -124,7 +121,9 @@ static const char *source_line(void *const *address, int count) {
     if (!lines) return "an unknown place";
     bool found = false;
     while (!found && fgets(function, sizeof function, lines) && fgets(place, sizeof place, lines)) {
-        function[strcspn(function, "\n")] = place[strcspn(place, " \n")] = '\0';
+        char *line = strrchr(place, ':'), *more = line ? strchr(line, ' ') : NULL;  // " (discriminator 3)"
+        function[strcspn(function, "\n")] = place[strcspn(place, "\n")] = '\0';
+        if (more) *more = '\0';
         const char *name = path_in_book(place);
         bool known = !strchr(place, '?');
         found = known && (!guard.on || strncmp(name, "common/", 7) != 0);

@@ -20,7 +20,7 @@ StateTensor checkpoint_state(const Optimizer *optimizer, int unit, int which);
 
 // ---- checkpoint_folder.c ----
 
-bool folder_has(const char *folder, const char *name);
+bool folder_has(const char *folder, const char *name);  // fatal if that cannot be found out
 // Both return NULL, or the sentence that says what failed. A new name survives a crash only once its parent
 // folder has been flushed to the disk, on file systems that support this.
 const char *folder_flush(const char *path);

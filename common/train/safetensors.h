@@ -34,8 +34,9 @@ typedef struct SafeTensors {
 const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result);
 // Maps and parses a file; of its tensors only the pages that are touched are read. Any fault is fatal.
 SafeTensors safetensors_open(const char *path);
+// Borrowed; NULL if absent.
 const SafeTensor *safetensors_find(const SafeTensors *file, const char *name);
-const char *safetensors_metadata(const SafeTensors *file, const char *key);  // NULL if absent
+const char *safetensors_metadata(const SafeTensors *file, const char *key);
 void safetensors_close(SafeTensors *file);
 
 // A file is written by all ranks at once, each writing its own ranges. All describe it in the same way: its

@@ -189,6 +189,16 @@ if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/nu
     [ "$seen" = '4 4 4 1 ' ]
     report $? "a killed launcher's /dev/shm is cleared by the next; a run beside it keeps its own"
 fi
+# Linux promises /dev/shm's memory and takes it page by page: another program may fill it during the run.
+if wanted "a /dev/shm that fills up" && unshare -m --propagation private true 2>/dev/null; then
+    run unshare -m --propagation private bash -c "mount -t tmpfs -o size=64M tmpfs /dev/shm
+        . tests/programs/tap.sh; $(declare -f know_each_other)
+        $comm --scenario full & launcher=\$!; know_each_other \$(ranks_of \$launcher 4)
+        dd if=/dev/zero of=/dev/shm/filling bs=64k 2>/dev/null; mv /dev/shm/filling /dev/shm/full
+        wait \$launcher"
+    one_line $? -E ': /dev/shm/ultrascale\.[^/]* is full, where the ranks of this machine share memory: '
+    report $? "a /dev/shm that fills up: $(cat "$err")"
+fi
 # A signal's exit status is not that of a failed check, however it arrives: only at the launcher, at its
 # mpirun too (Ctrl-C reaches the terminal's whole group), or at a rank that is killed before the others know
 # of it.
@@ -258,15 +268,15 @@ if wanted "a reader that pauses"; then
 fi
 if wanted "a TMPDIR" && unshare -m --propagation private true 2>/dev/null; then
     mkdir "$work/tmp"
-    none="[34] ranks need mpirun: it keeps a folder for each run in $work/tmp.*, and none can be made there"
+    none="4 ranks need mpirun: it keeps a folder for each run in $work/tmp.*, and none can be made there"
     for case in "ro,Read-only file system" "nr_inodes=10,No space left on device"; do
         run unshare -m --propagation private bash -c \
             "mount -t tmpfs -o ${case%,*} tmpfs $work/tmp && TMPDIR=$work/tmp $comm --scenario status"
-        one_line $? -G "$none: ${case#*,} (TMPDIR names another place)"
+        one_line $? -E "$none: ${case#*,} \(TMPDIR names another place\)"
         report $? "a TMPDIR that cannot be used, ${case%,*}: $(cat "$err")"
     done
     TMPDIR=$work/tmp/no/such run "$comm" --scenario status
-    one_line $? -G "$none: No such file or directory"
+    one_line $? -E "$none: No such file or directory"
     report $? "a TMPDIR that is not there: $(cat "$err")"
     TMPDIR=$work/tmp/new run "$comm" --scenario header
     [ $? = 0 ] && [ ! -s "$err" ]
@@ -286,6 +296,15 @@ if wanted "address space"; then
     one_line $? -F '4 ranks need mpirun: each rank takes 768 MB of address space, and 390 are allowed (ulimit -v)'
     report $? "address space for ranks: $(cat "$err")"
 fi
+# As srun without PMIx and another MPI's mpirun start them: each would be a run of its own, and pass.
+lonely() {  # lonely NAME WORDS SETTINGS…
+    wanted "$1" || return
+    run env "${@:3}" "$comm" --scenario header
+    one_line $? -F "test_comm: 4 processes were started that do not find each other; $2"
+    report $? "$1: $(cat "$err")"
+}
+lonely "tasks of srun" 'try srun --mpi=pmix' SLURM_STEP_NUM_TASKS=4
+lonely "ranks of MPICH" "is that mpirun Open MPI's?" PMI_RANK=1 PMI_SIZE=4
 if wanted "a folder that is gone"; then
     run bash -c 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"' "$work/nowhere" "$PWD/$comm" --scenario header
     one_line $? -F '4 ranks need mpirun: the folder in which it would start is gone'

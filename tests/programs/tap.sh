@@ -107,6 +107,7 @@ one_line() {
     case $2 in
         -F) [[ $lines == *"$3"* ]] ;;
         -E) [[ ${lines%$'\n'} =~ $3 ]] ;;
+        *) false ;;
     esac && { [ ! -s "$out" ] || ! grep -q '^PASS' "$out"; }
 }
 

@@ -17,11 +17,12 @@ runs "learns this book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [
     --layers 2 --seq 64
 runs "writes a sample" 'the prompt ends at \|' --steps 30 --layers 1 --sample 20 --temperature 0
 # As with docker run --cpus 1: threads that share it would all stop for a part of each period.
-if wanted "one thread" && unshare -m --propagation private true 2>/dev/null; then
-    run env -u OMP_NUM_THREADS "${time_of_a_core[@]}" "$train" $small --steps 1
+for setting in --unset=OMP_NUM_THREADS OMP_NUM_THREADS=; do
+    wanted "one thread" && unshare -m --propagation private true 2>/dev/null || continue
+    run env $setting "${time_of_a_core[@]}" "$train" $small --steps 1
     [ $? = 0 ] && grep -qE '^OpenBLAS .*, 1 thread(,|$)' "$out"
-    report $? "one thread has the time of one core"
-fi
+    report $? "one thread has the time of one core: $setting"
+done
 # The machine has room for it, and gives none.
 if wanted "refused memory"; then
     OMP_NUM_THREADS=1 run bash -c 'ulimit -v 500000 && exec "$@"' - "$train" --hidden 2048 --ffn 8192 --steps 1

@@ -438,6 +438,12 @@ static void scenario(const char *name) {
     if (IS("grid-ep")) mesh_new((MeshShape){.dp = 4, .pp = 1, .cp = 1, .tp = 1, .ep = 3});
     if (IS("status")) exit(comm_finish(me == odd ? STATUS_FAIL : STATUS_PASS));
     for (int i = 0; IS("prints") && i < 3000; i++) say("%099d", i);  // more than a pipe holds
+    if (IS("full")) {  // someone fills /dev/shm during the run
+        while (access("/dev/shm/full", F_OK) != 0) usleep(10000);
+        Tensor long_one = tensor_of(F32, me, 1 << 20);
+        comm_wait(comm_all_reduce(long_one, REDUCE_SUM, world));
+        tensor_free(&long_one);
+    }
     if (IS("header")) {
         MeshShape shape = a_grid();
         Mesh mesh = mesh_new(shape);

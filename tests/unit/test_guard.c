@@ -212,6 +212,19 @@ static void without_the_variable_it_is_off(void **state) {
     expect_pass(off, "0");
 }
 
+// Last, since from here on the compiler takes this file for one in a clone with such a name.
+#line 3 "/a folder/tests/unit/test_guard.c"
+APART float reads_in_a_folder(Tensor t) { return ((volatile float *)tensor_address(t))[7]; }
+static void read_in_a_folder(void) {
+    Tensor t = ones(MEMORY_GRADIENT);
+    if (reads_in_a_folder(t) == 1) _exit(5);
+}
+
+static void a_folder_may_have_any_name(void **state) {
+    (void)state;
+    expect_sentence(read_in_a_folder, "reads_in_a_folder", 3, "gradients");
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
@@ -224,6 +237,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(freed_memory_is_called_so),
         cmocka_unit_test(other_faults_stay_what_they_are),
         cmocka_unit_test(without_the_variable_it_is_off),
+        cmocka_unit_test(a_folder_may_have_any_name),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     return cmocka_run_group_tests_name("guard", tests, NULL, NULL);
