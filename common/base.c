@@ -177,20 +177,6 @@ char *format_text(const char *format, ...) {
     return text;
 }
 
-const uint64_t HASH_SEED = 0xcbf29ce484222325;
-
-uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {
-    const unsigned char *from = data;
-    for (; bytes >= 8; bytes -= 8, from += 8) {
-        uint64_t word;
-        memcpy(&word, from, 8);
-        h = (h ^ word) * 0x100000001b3;
-        h ^= h >> 29;
-    }
-    while (bytes--) h = (h ^ *from++) * 0x100000001b3;
-    return h;
-}
-
 bool word_among(const char *names, const char *word) {
     size_t length = strlen(word);
     for (const char *at = names; (at = strstr(at, word)); at++)

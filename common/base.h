@@ -79,11 +79,6 @@ const char *plural(int64_t n);
 // The formatted text in memory of its own, which the caller frees.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// A hash of these bytes (FNV-1a, eight bytes at a time). It goes on from the hash of what comes before them,
-// which at first is HASH_SEED.
-extern const uint64_t HASH_SEED;
-uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
-
 // Whether the word is one of the names, which are separated by blanks.
 bool word_among(const char *names, const char *word);
 

@@ -473,21 +473,6 @@ static void host_memory_is_never_null(void **state) {
 
 #endif
 
-static void a_hash_goes_on_from_the_one_before(void **state) {
-    (void)state;
-    const char text[] = "two hashes in a row, of any lengths";
-    assert_true(hash_bytes(HASH_SEED, "a", 1) == 0xaf63dc4c8601ec8c);  // FNV-1a of a short text
-    assert_true(hash_bytes(HASH_SEED, text, 0) == HASH_SEED);
-    const uint64_t whole = hash_bytes(HASH_SEED, text, 32);
-    assert_true(whole == hash_bytes(hash_bytes(HASH_SEED, text, 16), text + 16, 16));
-    for (int i = 0; i < 32; i++) {
-        char other[sizeof text];
-        memcpy(other, text, sizeof text);
-        other[i] ^= (char)0x80;
-        assert_true(hash_bytes(HASH_SEED, other, 32) != whole);
-    }
-}
-
 int main(int argc, char **argv) {
     base_start(argc, argv);
     if (argc > 1 && strcmp(argv[1], self_arguments[1]) == 0) {
@@ -512,7 +497,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(blas_runs_the_best_kernel_unless_pinned),
         cmocka_unit_test(a_pin_below_the_processor_is_obeyed_and_warned_of_once),
         cmocka_unit_test(threads_that_wait_soon_sleep_unless_told_otherwise),
-        cmocka_unit_test(a_hash_goes_on_from_the_one_before),
 #if !defined(__SANITIZE_ADDRESS__)
         cmocka_unit_test(large_buffers_are_touched_once),
         cmocka_unit_test(host_memory_is_never_null),

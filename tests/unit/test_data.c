@@ -314,25 +314,6 @@ static Data counting(void) {
     return data_open(path, TOKENS, SEQ);
 }
 
-// Not by its name or its width, and not by a part of its tokens.
-static void data_is_known_by_all_its_tokens(void **state) {
-    (void)state;
-    enum { COUNT = 8200 };
-    size_t size;
-    uint8_t *wide = token_file(LLAMA3, 7, COUNT, 7, &size), *narrow = token_file(GPT2, 1, COUNT, 7, &size);
-    const Data a = {.tokens = {wide + HEADER, 4, COUNT}, .count = COUNT},
-               b = {.path = "b", .tokens = {narrow + HEADER, 2, COUNT}, .count = COUNT};
-    const uint64_t print = data_print(&a);
-    assert_true(print && print == data_print(&b));
-    for (size_t i = 0; i < COUNT; i += i < COUNT - 3 ? 41 : 1) {
-        narrow[HEADER + 2 * i] ^= 1;
-        if (data_print(&b) == print) fail_msg("token %zu counts for nothing", i);
-        narrow[HEADER + 2 * i] ^= 1;
-    }
-    free(wide);
-    free(narrow);
-}
-
 static void targets_are_the_next_tokens(void **state) {
     (void)state;
     Data data = counting();
@@ -461,7 +442,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(text_beyond_a_small_vocabulary),
         cmocka_unit_test(a_text_larger_than_memory_opens),
         cmocka_unit_test(the_default_corpus_lies_beside_the_program),
-        cmocka_unit_test(data_is_known_by_all_its_tokens),
         cmocka_unit_test(targets_are_the_next_tokens),
         cmocka_unit_test(training_never_sees_what_is_held_out),
         cmocka_unit_test(samples_do_not_depend_on_how_they_are_grouped),
