@@ -46,7 +46,7 @@ struct Fp8Linear {
     // Delayed scaling, a slot for each parameter's x, then for each one's W, then for each one's dy:
     Tensor amax;      // (slots) f32: of this step so far, of this rank
     Tensor scale;     // (slots) f32: of this step
-    double *history;  // (history, slots) newest first: Params.kept
+    double *history;  // (history, parameters, OPERANDS) newest first: Params.kept
     int slots;
 };
 
@@ -61,6 +61,11 @@ static DType codes_of(const Fp8Linear *f, Operand operand) {
 }
 static int slot_of(const Model *m, const Param *p, Operand operand) {
     return (int)operand * m->params.count + (int)(p - m->params.param);
+}
+// The place in a step of the history, as checkpoints have it: a parameter's operands side by side.
+static int noted_at(const Fp8Linear *f, int slot) {
+    const int each = f->slots / OPERANDS;
+    return slot % each * OPERANDS + slot / each;
 }
 
 // ---- scales ----
@@ -266,7 +271,8 @@ static void set_scales(Fp8Linear *f) {
     double *scale = host_alloc((size_t)f->slots * sizeof *scale);
     for (int slot = 0; slot < f->slots; slot++) {
         double most = 0;
-        for (int i = 0; i < f->recipe->history; i++) most = fmax(most, f->history[i * f->slots + slot]);
+        for (int i = 0; i < f->recipe->history; i++)
+            most = fmax(most, f->history[i * f->slots + noted_at(f, slot)]);
         scale[slot] = most;
     }
     tensor_from_doubles(f->scale, scale);
@@ -287,7 +293,7 @@ static void end_history_step(Fp8Linear *f, const Model *m) {
     memmove(f->history + f->slots, f->history,
             (size_t)(f->slots * (f->recipe->history - 1)) * sizeof *f->history);
     for (int slot = 0; slot < f->slots; slot++)
-        f->history[slot] = isfinite(newest[slot]) ? newest[slot] : 0;
+        f->history[noted_at(f, slot)] = isfinite(newest[slot]) ? newest[slot] : 0;
     free(newest);
     op_fill(f->amax, 0);
     set_scales(f);
