@@ -148,7 +148,7 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_BATCH, INT("seed", seed, "1", 0, 1e15, "", "seed of weights, samples and masks")},
         {CONFIG_BATCH,
          TEXT("data", data, NULL, "FILE",
-              "a text file, or a token file in llm.c's format; default: this book's sources")},
+              "a text, or tokens as llm.c has them; default: $ULTRASCALE_DATA, or this book")},
         {CONFIG_RECOMPUTE,
          CHOICE("recompute", recompute, "none", "none|selective|full", "what backward recomputes")},
         {CONFIG_OPTIMIZER, HEADING("the optimizer")},

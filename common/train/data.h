@@ -28,10 +28,10 @@ typedef struct Data {
 
 // Maps a text file (any bytes, one token each) or a token file in llm.c's format: a header of 256 int32
 // (magic 20240520 version 1: GPT-2, uint16 tokens; magic 20240801 version 7: Llama 3, uint32 tokens), then
-// header[2] tokens. path NULL: the default corpus, this book's own sources. The caller ends it with
-// data_close. Fatal, naming the file and the rule, if the file is missing, empty, shorter than seq + 2
-// tokens in either part, truncated, longer than its header says, of the wrong kind, or has a token beyond
-// vocab.
+// header[2] tokens. path NULL: the file that ULTRASCALE_DATA names or, without it, this book's own sources.
+// The caller ends it with data_close. Fatal, naming the file and the rule, if the file is missing, empty,
+// shorter than seq + 2 tokens in either part, truncated, longer than its header says, of the wrong kind, or
+// has a token beyond vocab.
 Data data_open(const char *path, int64_t vocab, int64_t seq);
 void data_close(Data *data);
 // A 64-bit hash of the data's tokens, which identifies it whatever its name. Never 0.

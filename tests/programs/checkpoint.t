@@ -69,7 +69,7 @@ trains $to20 --resume "$work/ours/deeper/step-000016" --documents 10 &&
     grep -qx 'continues differently from the run that was saved: --documents 10, not -1' "$out"
 report $? "other documents are told"
 
-cp "$build/../corpus.txt" "$work/copy.txt"
+cp "$ULTRASCALE_DATA" "$work/copy.txt"
 trains $to20 --resume "$work/ours/deeper/step-000016" --data "$work/copy.txt" &&
     ! grep -q 'continues differently' "$out"
 report $? "the same data under another name is the same"

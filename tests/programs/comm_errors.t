@@ -177,12 +177,12 @@ fi
 # that still exists.
 if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
-        files() { find /dev/shm -type f | wc -l; }
-        all_shared() { for i in \$(seq 300); do [ \$(files) = 4 ] && break; sleep 0.1; done; }
-        $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4); all_shared
+        $(declare -f know_each_other); files() { find /dev/shm -type f | wc -l; }
+        $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4)
+        know_each_other \$ranks
         kill -9 \$killed; for i in \$(seq 50); do kill -0 \$ranks 2>&1 | grep -q . && break; sleep 0.1; done
         files
-        $comm --scenario late --timeout 60 2>&1 & lives=\$!; ranks_of \$lives 4 >/dev/null; all_shared
+        $comm --scenario late --timeout 60 2>&1 & lives=\$!; know_each_other \$(ranks_of \$lives 4)
         files; $comm --scenario status; files; ls /dev/shm | wc -l
         kill -9 \$lives"
     seen=$(grep -x '[0-9]*' "$out" | tr '\n' ' ')

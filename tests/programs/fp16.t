@@ -33,7 +33,7 @@ refuses "float16 alone diverges" 'step [0-9]+: the loss of micro-batch 0 is' $pr
     --master none --sum f16 --moments f16
 
 run_of() {
-    run "$build/$program" --no-check --steps 8 --scale 8e6 --scale-interval 3 --ranks 2 --lr 0.01 "$@"
+    run "$build/$program" --no-check --steps 8 --scale 4e6 --scale-interval 3 --ranks 2 --lr 0.01 "$@"
 }
 run_of --save "$work/straight" --save-every 6 &&
     run_of --save "$work/again" --resume "$work/straight/step-000006" &&

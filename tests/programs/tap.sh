@@ -12,6 +12,7 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
 export OMP_WAIT_POLICY=passive LC_ALL=C  # one order of names, one form of numbers and of warnings
+export ULTRASCALE_DATA=$PWD/tests/fixtures/shakespeare.txt  # not the sources, which change
 build=${BUILD:-build}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -283,6 +283,7 @@ static void the_default_corpus_lies_beside_the_program(void **state) {
              in_folder("book/build/tests/copy"));
     assert_int_equal(system(command), 0);
 
+    unsetenv("ULTRASCALE_DATA");
     int status = run_copy(output, sizeof output);
     if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE) fail_msg("0x%x: %s", status, output);
     if (!strstr(output, "book/build/corpus.txt") || !strstr(output, "run make")) fail_msg("%s", output);
@@ -292,6 +293,12 @@ static void the_default_corpus_lies_beside_the_program(void **state) {
     write_file("book/build/corpus.txt", text, sizeof text);
     status = run_copy(output, sizeof output);
     if (status != 0 || !strstr(output, "321 tokens")) fail_msg("0x%x: %s", status, output);
+
+    write_file("other.txt", text, 213);
+    setenv("ULTRASCALE_DATA", in_folder("other.txt"), 1);
+    status = run_copy(output, sizeof output);
+    if (status != 0 || !strstr(output, "213 tokens")) fail_msg("0x%x: %s", status, output);
+    unsetenv("ULTRASCALE_DATA");
 }
 
 static int open_default_corpus(void) {
