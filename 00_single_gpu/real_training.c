@@ -145,7 +145,7 @@ static void print_progress(const Trainer *t, int64_t done, int64_t steps, double
     char *line = format_text(
         "step %lld/%lld  loss %.3f  norm %.2f  lr %.1e  %.1fk tok/s  %.0f GFLOP/s%s, %.0f%% of "
         "matmul",
-        (long long)t->progress.step, (long long)c->steps, t->loss, t->grad_norm, t->lr,
+        (long long)t->progress.step, (long long)c->steps, t->loss, fabs(t->grad_norm), t->lr,  // no "-nan"
         1e-3 * tokens / seconds, 1e-9 * flops / seconds, t->model->mesh.world.size > 1 ? " a rank" : "",
         100 * flops / seconds / rate);
     progress(done, steps, line);
