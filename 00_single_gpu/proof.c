@@ -27,6 +27,18 @@ void counted_add(Counted *counted) {
     }
 }
 
+// What was sent by one kind of call, beside what was predicted of this rank.
+static void report_sent(const CommCount *measured, double calls, double bytes, Group world) {
+    if (comm_max(calls + (double)measured->calls, world) == 0) return;
+    double predicted = comm_sum(bytes, world), sent = comm_sum((double)measured->bytes, world);
+    char *name = format_text("%s: calls of rank 0", measured->name);
+    char *of_all = format_text("%s: bytes, all ranks", measured->name);
+    report_equal(name, calls, (double)measured->calls, "");
+    report_equal(of_all, predicted, sent, "B");
+    free(name);
+    free(of_all);
+}
+
 static void check_sent(const Trainer *t, const Price *price, const Counted *counted) {
     Group world = t->model->mesh.world;
     for (int i = 0; i < counted->kinds; i++) {
@@ -37,28 +49,15 @@ static void check_sent(const Trainer *t, const Price *price, const Counted *coun
             if (!strcmp(price->sent[j].call, measured->name))
                 calls = counted->steps * price->sent[j].calls,
                 bytes = counted->steps * price->sent[j].bytes;
-        if (comm_max(calls + (double)measured->calls, world) == 0) continue;
-        double predicted = comm_sum(bytes, world), sent = comm_sum((double)measured->bytes, world);
-        char *name = format_text("%s: calls of rank 0", measured->name);
-        char *of_all = format_text("%s: bytes, all ranks", measured->name);
-        report_equal(name, calls, (double)measured->calls, "");
-        report_equal(of_all, predicted, sent, "B");
-        free(name);
-        free(of_all);
+        report_sent(measured, calls, bytes, world);
     }
 }
 
 // A recorded run also inspects whole weights, which takes other kinds of calls (counted_in_steps). A step
 // makes none of these, and no price has any.
 static void check_nothing_else_sent(const Counted *counted, Group world) {
-    for (int i = 0; i < counted->kinds; i++) {
-        const char *call = counted->sent[i].name;
-        double calls = comm_max((double)counted->sent[i].calls, world);
-        if (counted_in_steps(call) || calls == 0) continue;
-        char *name = format_text("%s: calls of rank 0", call);
-        report_equal(name, 0, calls, "");
-        free(name);
-    }
+    for (int i = 0; i < counted->kinds; i++)
+        if (!counted_in_steps(counted->sent[i].name)) report_sent(&counted->sent[i], 0, 0, world);
 }
 
 static void check_memory(const Trainer *t, const Price *price, const Counted *counted) {

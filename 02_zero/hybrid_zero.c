@@ -14,7 +14,7 @@
 // gathers of the next units need not wait for it: a rank has one port inside its node and one across.
 // Bytes sent per rank and step with m micro-batches (letters as in zero3.c): inside,
 // m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as each micro-batch is reduced; across,
-// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which (N - K) / (N - 1) is meant for
+// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which (N - K) / (N - 1) goes to
 // other nodes; a ring takes 1 / K of it from node to node. Memory per rank: as zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
 // Last line: PASS hybrid_zero: each node shards a replica, and the ranks reproduce the single-device step …

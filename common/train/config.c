@@ -148,7 +148,8 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_BATCH, INT("seed", seed, "1", 0, 1e15, "", "seed of weights, samples and masks")},
         {CONFIG_BATCH,
          TEXT("data", data, NULL, "FILE",
-              "a text, or tokens as llm.c has them; default: $ULTRASCALE_DATA, or this book")},
+              "a text file, or a token file in llm.c's format; default: $ULTRASCALE_DATA, or this "
+              "book's sources")},
         {CONFIG_RECOMPUTE,
          CHOICE("recompute", recompute, "none", "none|selective|full", "what backward recomputes")},
         {CONFIG_OPTIMIZER, HEADING("the optimizer")},

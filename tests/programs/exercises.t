@@ -168,19 +168,26 @@ advises 'subtracted from -inf' 'masked: lse is off by nan, where 3.7e-07 is allo
 advises 'different words of one bank' 'x, padded: bank conflicts: predicted 0, measured 8, off by 8'
 advises 'Which stages are whose' \
     'x, p = 4, m = 4, 8 stages: rank 0, position 4 (F1.0.0) breaks the rule "a rank works on its own stages": x'
-advises 'sent and of what arrives exchanged' 'rank 0: all_to_all: in has 384 elements, and its 2 parts have 360'
-advises 'right neighbour' 'rank 0: rank 1 called receive(1 f32 from rank 0) where rank 0 called send(0 f32 to rank 1)'
+advises 'sent and of what arrives exchanged' \
+    'rank 0: all_to_all: in has 384 elements, and its 2 parts have 360'
+advises 'right neighbour' \
+    'rank 0: rank 1 called receive(1 f32 from rank 0) where rank 0 called send(0 f32 to rank 1)'
 advises 'counted modulo N' 'rank 1: transfers: there is no peer 2 in group world of 2'
+summed='summed, and not averaged, over the 2'
 advises 'multiplied by loss_scale' \
-    'losses of 2 ranks: off: usually summed, and not averaged, over the 2 ranks of tp, or summed, and not averaged, over the 2 micro-batches'
+    "losses of 2 ranks: off: usually $summed ranks of tp, or $summed micro-batches"
 advises 'does each micro-batch add its own' \
     'losses of 2 x 2 samples: those of 1 x 4 samples are all zero, so nothing was compared'
-advises '16-bit gradients in place of' 'all_reduce: bytes, all ranks: predicted 100 B, measured 50, off by -50'
-advises 'param_set_copies' 'gradients of 4 ranks, k_proj: off by inf relative (bound 1), scale 2.35e+303; 4 of 21 fail'
+advises '16-bit gradients in place of' \
+    'all_reduce: bytes, all ranks: predicted 100 B, measured 50, off by -50'
+advises 'param_set_copies' \
+    'gradients of 4 ranks, k_proj: off by inf relative (bound 1), scale 2.35e+303; 4 of 21 fail'
 advises 'move_to_own_place' "with checkpoints in one tensor, 2688 of the heap's 218560 bytes are in holes"
-advises 'never allocated' 'rank 0: step 2: a view of 6144 elements from element 0 does not lie within no tensor'
+advises 'never allocated' \
+    'rank 0: step 2: a view of 6144 elements from element 0 does not lie within no tensor'
 advises 'rise by the rate' 'bias 0.02: the busiest expert has 4.00 times the mean, expected below 1.3'
-advises 'set anew for every step' 'test_sockets, test t: `ready` is called with `last` true after micro-batch 1 of 3'
+advises 'set anew for every step' \
+    'test_sockets, test t: `ready` is called with `last` true after micro-batch 1 of 3'
 # Micro-batches that are left out may look like ranks that are.
 perl -Itests/course -MGrade -e '
     my ($one, $share) = ("With one micro-batch (--grad-acc 1)", "usually only one rank\x27s share: the sum");

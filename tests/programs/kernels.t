@@ -97,8 +97,8 @@ if wanted "$name"; then
         sed 's/ON_GPU = false/ON_GPU = true/' 07_kernels/launch.h >"$work/launch.h" &&
         ! cmp -s 07_kernels/launch.h "$work/launch.h" &&
         eval "$(cat "$build"/lib/flags-cuda)" -c "$work/coalescing.cu" -o "$work/coalescing.o" &&
-        eval "$(sed 's| | "$work/coalescing.o" "$build"/lib/common/cuda_on_cpu/*.o "$build"/libultrascale.a |' \
-            "$build"/flags-link)" -lboost_context -lstdc++ -o "$work/coalescing" &&
+        made='"$work/coalescing.o" "$build"/lib/common/cuda_on_cpu/*.o "$build"/libultrascale.a' &&
+        eval "$(sed "s| | $made |" "$build"/flags-link)" -lboost_context -lstdc++ -o "$work/coalescing" &&
         run "$work/coalescing" --words 128 --size 128 && grep -q '^PASS' "$out"
     report $? "$name"
 fi

@@ -38,8 +38,8 @@ sed 's/(price, 1, /(price, 2, /' "$work/sum_once.c" >"$work/dear.c"
 compiles dear && ! proves dear --ranks 2 &&
     grep -q '^FAIL dear: all_reduce: calls of rank 0: predicted 30, measured 18,' "$out"
 report $? "at twice the price, too"
-sed 's/REDUCE_SUM, unit->replicas));/&\n            comm_wait(comm_broadcast(unit_total_grad(unit), 0, unit->replicas));/' \
-    "$work/sum_once.c" >"$work/sends.c"
+again='comm_wait(comm_broadcast(unit_total_grad(unit), 0, unit->replicas));'
+sed "s/REDUCE_SUM, unit->replicas));/& $again/" "$work/sum_once.c" >"$work/sends.c"
 compiles sends && ! proves sends --ranks 2 &&
     grep -q '^FAIL sends: broadcast: calls of rank 0: predicted 0, measured 4, off by 4' "$out"
 report $? "and with a broadcast of the sums, which no price has"

@@ -63,12 +63,15 @@ static bool holds(const Record *a, const Record *b, Bound bound) {
     return report_compare(a, b, PROOF_REASSOCIATED, bound);
 }
 
-// Without the derived part of the bound, 3 in 100 seeds fail; the first of them is 17.
+// Without the derived part of the bound, 3 in 100 seeds fail where OpenBLAS multiplies, of which the first is
+// 17, and 1 in 400 with AVX-512 tiles (common/tensor), which add up less in another order: the last four.
 static void sound_runs_are_within_the_bound_whatever_the_seed(void **state) {
     (void)state;
-    enum { SEEDS = 40 };
+    enum { SEEDS = 40, FIRST_SEEDS = 36 };
+    const int64_t last[SEEDS - FIRST_SEEDS] = {213, 451, 1049, 1211};
     double sum = 0;
-    for (int64_t seed = 1; seed <= SEEDS; seed++) {
+    for (int i = 0; i < SEEDS; i++) {
+        const int64_t seed = i < FIRST_SEEDS ? i + 1 : last[i - FIRST_SEEDS];
         Config c = small_config(seed, adamw);
         Record plain = run(&c), other = in_another_order(c);
         Bound bound = train_bound(&c, false, &plain);
