@@ -13,6 +13,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "doorbell.h"
@@ -215,6 +216,13 @@ static void __lsan_disable(void) {}
 static void __lsan_enable(void) {}
 #endif
 
+// mpirun's folder may be one that a killed run has left, of an mpirun with the same process id.
+static void clear_old_claim(void) {
+    enum { OLD = 60 };  // seconds: no rank of this run has claimed anything then
+    struct stat claim;
+    if (stat(state.claim_file, &claim) == 0 && time(NULL) - claim.st_mtime > OLD) unlink(state.claim_file);
+}
+
 void control_start(int *rank, int *ranks, double timeout) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
@@ -223,6 +231,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     if (size && size == here) tune(here > host_cores((int)sysconf(_SC_NPROCESSORS_ONLN)));
     const char *folder = environment("PMIX_SERVER_TMPDIR");  // mpirun's, for this run
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
+    clear_old_claim();
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
         control_check_shared((double)MPI_SHARED * here, here);
     state.crowded = environment_int("OMPI_MCA_mpi_yield_when_idle");

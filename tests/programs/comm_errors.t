@@ -149,6 +149,21 @@ if wanted "a loop's input"; then
     [ "$(grep -c '^read' "$out")" = 2 ]
     report $? "a loop's input is the loop's: $(grep -c '^read' "$out") of 2 lines"
 fi
+# As if a rank that leaves MPI had waited in vain for the answer of an mpirun that is held up.
+if wanted "an mpirun that is late"; then
+    echo 'int PMIx_Finalize(const void *info, unsigned long count) { return !info && count; }' |
+        ${CC:-cc} -shared -fPIC -x c -o "$work/late.so" -
+    LD_PRELOAD=$work/late.so run "$comm" --scenario header
+    [ $? = 0 ] && [ ! -s "$err" ]
+    report $? "an mpirun that is late at the end changes no verdict: $(cat "$err")"
+fi
+# The rank that says why all end is the first that makes a file in mpirun's folder.
+if wanted "what a killed run has left"; then
+    by_mpirun -n 4 sh -c 'touch -d "2 minutes ago" "$PMIX_SERVER_TMPDIR/ultrascale-ends"; exec "$@"' - \
+        "$comm" --scenario fatal-one
+    one_line $? -F 'test_comm: rank 2: something broke'
+    report $? "what a killed run has left keeps no rank from saying why: $(cat "$err")"
+fi
 # know_each_other RANKS…: from then on they catch SIGTERM (signal 15, bit 14).
 know_each_other() {
     local rank i
