@@ -76,9 +76,11 @@ enum { PLAIN_LIMIT = 10000 };  // bounds beyond it only guard against overflow: 
 static const char *bounds_text(const Option *option, double limit) {
     static char text[96];
     bool low = option->min >= -limit, high = option->max <= limit;
-    if (low && high) snprintf(text, sizeof text, "from %.10g to %.10g", option->min, option->max);
-    if (low && !high) snprintf(text, sizeof text, "at least %.10g", option->min);
-    if (!low && high) snprintf(text, sizeof text, "at most %.10g", option->max);
+    int digits = option->type == OPTION_INT ? 19 : 10;  // 1e+12 would not be read as a whole number
+    if (low && high)
+        snprintf(text, sizeof text, "from %.*g to %.*g", digits, option->min, digits, option->max);
+    if (low && !high) snprintf(text, sizeof text, "at least %.*g", digits, option->min);
+    if (!low && high) snprintf(text, sizeof text, "at most %.*g", digits, option->max);
     if (!low && !high) *text = '\0';
     return text;
 }

@@ -116,6 +116,7 @@ for program in "train $small --save $work/shared" "recompute --json $work/shared
         [ ! -e "$work/shared" ]
     report $? "several copies of a program for one device are refused: ${program%% *}"
 done
+refuses "bounds that it would read" ': it is from 1 to 1000000000000$' train --steps 0
 refuses "a decay that SGD has not" 'weight-decay has an effect only with --optimizer adamw' train --optimizer sgd --weight-decay 0.3
 refuses "a warm-up that SGD has not" 'warmup has an effect only with --optimizer adamw' train --optimizer sgd --warmup 3
 refuses "a file that --json cannot write" 'json' train $small --json "$work/no/such/folder.json"
