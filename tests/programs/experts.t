@@ -46,6 +46,12 @@ if wanted "moe, capacity, a dry run"; then
     run "$build/moe" $shape --dry-run && [ -n "$proof" ] && [ "$proof" = "$(kept)" ]
     report $? "moe, capacity, a dry run keeps the activations of a step that computes"
 fi
+if wanted "moe, capacity, one token after another on the clock"; then
+    clock() { run "$build/moe" $one "$@" && grep 'step on' "$out" | grep -Eo '[0-9.]+ ms' | head -n 1; }
+    unlimited=$(clock)
+    [ -n "$unlimited" ] && [ "$unlimited" = "$(clock --capacity 1.2)" ]
+    report $? "moe, capacity, one token after another on the clock: none is dropped if all are even"
+fi
 if wanted "moe, capacity, MFU"; then
     run "$build/moe" --no-check --experts 4 --top-k 4 --capacity 0.01 --hidden 256 --ffn 512 --heads 8 \
         --seq 128 --micro-batch 4 --grad-acc 1 $one --sample 0 --dtype f32 &&
