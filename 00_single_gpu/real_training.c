@@ -77,6 +77,12 @@ static double yardstick(DType dtype, double run_flops) {
 
 // ---- on one device: counts against closed formulas ----
 
+// Of the FLOPs of a step, the share that the model needs: the others are computed a second time.
+static double needed_share(const Config *c, const Price *price) {
+    double model = config_step_flops(c, c->micro_batch * c->grad_acc);
+    return model / (model + price->again);
+}
+
 // FLOPs of a step by the closed formula, against those that the operations counted. With documents, or
 // where the data decides how many rows experts drop, the formula is an upper bound.
 static void check_flops(const Config *c, const Price *price, double counted, int64_t steps) {
@@ -89,19 +95,18 @@ static void check_flops(const Config *c, const Price *price, double counted, int
                     "the step takes more FLOPs, %.0f, than one of whole sequences with every row, %.0f",
                     counted, most);
     double estimate = 6.0 * (double)config_active_parameters(c) * (double)(sequences * c->seq);
-    say("  the estimate 6 Psi n gives %s, %.2f of the step's%s\n", flops_text(estimate), estimate / model,
+    say("  the estimate 6 Psi n gives %s, %.2f of the step's%s\n", flops_text(estimate),
+        estimate / (needed_share(c, price) * counted / (double)steps),
         price->again > 0 ? " without recomputation" : "");
 }
 
-static void print_model_clock(const Config *c, double again, double model_seconds, int64_t steps) {
+static void print_model_clock(const Config *c, const Price *price, const OpCount *sum, int64_t steps) {
     const Machine *machine = machine_find(c->machine);
-    double peak = machine_peak_flops(machine, (DType)c->dtype);
-    double model_flops = config_step_flops(c, c->micro_batch * c->grad_acc) * (double)steps;
-    double extra = again * (double)steps;
+    double peak = machine_peak_flops(machine, (DType)c->dtype), hfu = sum->flops / sum->model_seconds / peak;
     say("model clock, %s: %.3f ms a step, MFU %.1f%%, HFU %.1f%% of %s/s\n", machine->device,
-        1e3 * model_seconds / (double)steps, 100 * model_flops / model_seconds / peak,
-        100 * (model_flops + extra) / model_seconds / peak, flops_text(peak));
-    report_number("model clock", "seconds per step", model_seconds / (double)steps, "s");
+        1e3 * sum->model_seconds / (double)steps, 100 * hfu * needed_share(c, price), 100 * hfu,
+        flops_text(peak));
+    report_number("model clock", "seconds per step", sum->model_seconds / (double)steps, "s");
 }
 
 // Peak activation bytes from a dry run, which allocates and frees in the same order.
@@ -225,7 +230,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
         Price price = trainer_price(t);
         check_memory(t, &price, &counted.memory);
         check_flops(config, &price, sum.flops, steps);
-        print_model_clock(config, price.again, sum.model_seconds, steps);
+        print_model_clock(config, &price, &sum, steps);
     } else {
         program_check_counts(t, &counted);
     }

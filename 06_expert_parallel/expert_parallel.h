@@ -211,6 +211,9 @@ typedef struct NodeLimited {
     double tokens_sent, tokens_served, rows_sent, rows_served;
 } NodeLimited;
 
+// The most nodes, of so many, to which a token goes.
+int64_t node_limit(const Config *config, int64_t nodes);
+
 // node_tables.c: bytes across nodes and inside, beside plain dispatch; all tokens to one node.
 void node_tables(Mesh mesh, const Config *config);
 

@@ -5,7 +5,8 @@
 //
 //     --aux-loss A      adds A (sum over experts i of f_i P_i) to the loss, for each block and sequence (as
 //                       in DeepSeek-V3; Switch takes a batch): f_i is e times the share of the sequence's
-//                       choices that fell on expert i, and P_i the mean of its scores (softmax, or sigmoids
+//                       choices that fell on expert i (DeepSeek-V3 counts the k best scores instead,
+//                       without groups and bias), and P_i the mean of its scores (softmax, or sigmoids
 //                       divided by their sum); the gradient flows through P_i alone
 //     --z-loss Z        adds Z times the mean of lse(logits)^2: keeps logits small, balances nothing itself
 //     --balance-bias U  each expert has a bias, which is added to its logit (deepseek: sigmoid) only when
@@ -135,13 +136,13 @@ static void check(const Config *c) {
           "--tp %ld with --sp splits sequences, and balance is asked of whole ones; --tp 1 would fit",
           c->tp);
     CHECK(config_number(c, "balance-bias") == 0 || config_number(c, "capacity") == 0,
-          "--balance-bias counts the tokens that experts take, and --capacity drops some; leave out one of "
-          "the two");
+          "--balance-bias counts the tokens that experts take, and --capacity drops some: --balance-bias 0 "
+          "would fit, or --capacity 0");
     CHECK(z_loss(c) == 0 || c->moe == MOE_MIXTRAL,
           "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit");
     CHECK(config_number(c, "balance-bias") == 0 || !(c->save || c->resume || c->init),
-          "--balance-bias is no weight, and a folder has no place for it: leave out --save, --resume and "
-          "--init");
+          "--balance-bias is no weight, and a folder has no place for it: --balance-bias 0 would fit, or no "
+          "--save, --resume and --init");
 }
 
 static void price(Price *p, const Model *m, const void *context) {

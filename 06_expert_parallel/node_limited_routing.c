@@ -17,8 +17,8 @@
 // the tokens that arrived as if they were this rank's own. So a token's weights travel with it, and their
 // gradients come back. Backward takes the same hops in reverse order.
 // Bytes sent across: 4 hidden states (there and back, in both passes) for each token and each other node that
-// it goes to, at most min(M, N - 1), where plain dispatch sends 4 for each expert there: about twice as many
-// with DeepSeek-V3's 8 experts in 4 nodes. The exact formula is above price(). Memory per rank: as
+// it goes to, at most min(M, k, N - 1), where plain dispatch sends 4 for each expert there: about twice as
+// many with DeepSeek-V3's 8 experts in 4 nodes. The exact formula is above price(). Memory per rank: as
 // expert_parallel.c, and the row indices of both hops.
 // Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
 // Last line: PASS node_limited_routing: tokens sent in two hops reproduce the single-device step …
@@ -71,11 +71,15 @@ static Tensor combine_across(const NodeLimited *l, const Hops *hops, Tensor sums
 
 // ---- who goes where ----
 
-// A token goes to M nodes at most; in a dry run, to exactly M.
+int64_t node_limit(const Config *c, int64_t nodes) {
+    int64_t most = c->groups_kept < c->top_k ? c->groups_kept : c->top_k;
+    return most < nodes ? most : nodes;
+}
+
+// In a dry run, a token goes to as many nodes as it may.
 static void choose_nodes(const NodeLimited *l, MoeKept *kept, Hops *hops) {
     const Config *c = &l->plain->moe->model->config;
-    int64_t n = tensor_rows(kept->chosen), nodes = l->across.size;
-    int64_t most = c->groups_kept < nodes ? c->groups_kept : nodes;
+    int64_t n = tensor_rows(kept->chosen), nodes = l->across.size, most = node_limit(c, nodes);
     Tensor numbers = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n, most));
     op_route_nodes(numbers, kept->chosen, c->experts / nodes, nodes);
     hops->to = host_alloc(nodes * sizeof *hops->to);
@@ -307,7 +311,7 @@ static void check(const Config *c) {
 //     across   forward (h B + 4 k + w k) T + h B T' + 4 (N - 1),  backward h B T + (h B + w k) T'
 //     inside   h B (R + R') in each pass
 //     counts   as expert_parallel.c
-//     kept     8 min(M, N) for each token; (4 + w) k for each that comes, from this node or another
+//     kept     8 min(M, k, N) for each token; (4 + w) k for each that comes, from this node or another
 static void price(Price *p, const Model *m, const void *context) {
     const NodeLimited *l = context;
     const ExpertParallel *x = l->plain;

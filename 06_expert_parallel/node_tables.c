@@ -64,7 +64,7 @@ static void print_step(const char *name, const Hidden *sums, double tokens, bool
 static void beside_plain(Mesh mesh, Config c, int ranks, bool verbose) {
     c.steps = 1;
     c.recompute = RECOMPUTE_NONE;
-    int nodes = (int)c.ep / ranks, most = (int)(c.groups_kept < nodes ? c.groups_kept : nodes);
+    int nodes = (int)c.ep / ranks, most = (int)node_limit(&c, nodes);
     Hidden plain = step_with(mesh, &c, expert_layouts(), ranks),
            hops = step_with(mesh, &c, node_limited_layouts(), ranks);
     double tokens = hops.passes * (double)(c.micro_batch * c.seq / c.tp);

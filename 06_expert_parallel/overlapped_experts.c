@@ -290,9 +290,15 @@ const Technique overlapped_experts = {.name = "overlapped_experts",
                                       .unplug = unplug,
                                       .price = price};
 
+// Why the bits of both are not compared; NULL: they are. If tied, both heads' parts of the embedding's
+// gradient are summed before both lookups'.
+static const char *other_order(const Config *config) {
+    if (config->tied) return "the tied weight's gradient is summed in another order";
+    return comm_sums_in_rank_order() ? NULL : "NCCL sums in an order of its own";
+}
+
 void experts_two_in_flight(Mesh mesh, const Config *config, Techniques in_flight, Techniques in_turn) {
-    // If tied, the embedding's gradient is summed in another order: both heads' parts before both lookups'.
-    if (config->tied || !comm_sums_in_rank_order()) return;
+    if (other_order(config)) return;
     Record both = program_record(config, mesh, in_flight, false, false, "two in flight"),
            single = program_record(config, mesh, in_turn, false, false, "one after the other");
     bool quiet = report_quiet(!config->verbose);
@@ -305,6 +311,7 @@ void experts_two_in_flight(Mesh mesh, const Config *config, Techniques in_flight
 #ifndef NO_MAIN
 static void more(Mesh mesh, const Config *config) {
     experts_two_in_flight(mesh, config, overlapped_layouts(), expert_layouts());
+    if (other_order(config)) report_note("here some may differ, as %s", other_order(config));
     if (!config_number(config, "proof-only")) overlap_tables(mesh, config);
 }
 

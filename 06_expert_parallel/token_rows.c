@@ -8,10 +8,12 @@
 //                                           expert 3: rows 4 5, of tokens 1 2
 //
 // With --capacity C an expert has room for ceil(C s k / e) rows of each sequence of s tokens, and takes the
-// first of the sequence. Pairs beyond that are dropped: their rows come after all others, are not computed,
-// and count as zero. The weights of the token's other experts stay as they are; if all its experts drop a
-// token, only the residual, and a shared expert, carry it on. Each sequence is treated by itself, so
-// accumulation, data and expert parallelism do not change which pairs are dropped.
+// first of the sequence. (GShard places all first choices before any second one, so that a token may lose its
+// second expert to a later token; here no token depends on later ones.) Pairs beyond that are dropped: their
+// rows come after all others, are not computed, and count as zero. The weights of the token's other experts
+// stay as they are; if all its experts drop a token, only the residual, and a shared expert, carry it on.
+// Each sequence is treated by itself, so accumulation, data and expert parallelism do not change which pairs
+// are dropped.
 //
 // Bytes sent: none. This file has no main: moe.c and the dispatches call it.
 #include <math.h>
@@ -79,14 +81,16 @@ static int64_t room_of(const Config *c, int64_t s) {
 void moe_order(Moe *moe, MoeKept *kept) {
     const Config *c = &moe->model->config;
     Tensor chosen = tensor_share(kept->chosen);
+    int64_t rows = tensor_count(chosen);
     if (moe->capacity > 0) {
+        int64_t room = room_of(c, kept->s), all = tensor_rows(chosen) / kept->s * c->experts * room;
         tensor_free(&chosen);
         chosen = tensor_like(MEMORY_ACTIVATION, kept->chosen);
-        op_route_capacity(chosen, kept->chosen, kept->s, c->experts, room_of(c, kept->s));
+        op_route_capacity(chosen, kept->chosen, kept->s, c->experts, room);
+        rows = all < rows ? all : rows;
     }
     kept->own = host_alloc(c->experts * sizeof *kept->own);
-    kept->pairs =
-        pair_rows_new(moe, kept->training, kept->own, chosen, c->experts, tensor_count(kept->chosen));
+    kept->pairs = pair_rows_new(moe, kept->training, kept->own, chosen, c->experts, rows);
     tensor_free(&chosen);
 }
 

@@ -40,7 +40,9 @@ static void check_experts(const Config *c) {
     int64_t reachable = c->experts / c->expert_groups * c->groups_kept;
     CHECK(c->top_k <= c->experts, "--top-k %ld is more than --experts %ld", c->top_k, c->experts);
     CHECK(c->moe == MOE_DEEPSEEK || (c->expert_groups == 1 && c->routed_scale == 1),
-          "--expert-groups and --routed-scale are those of --moe deepseek");
+          "--expert-groups %ld and --routed-scale %g are those of --moe deepseek: with --moe mixtral both "
+          "are 1",
+          c->expert_groups, c->routed_scale);
     CHECK(c->experts % c->expert_groups == 0,
           "--expert-groups %ld does not divide --experts %ld: --experts %ld would fit", c->expert_groups,
           c->experts, (c->experts / c->expert_groups + 1) * c->expert_groups);

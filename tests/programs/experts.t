@@ -37,6 +37,27 @@ if wanted "moe, trained for real"; then
         grep -Eq 'FLOPs per step +predicted +[0-9]+ +measured +[0-9]+ FLOP +equal' "$out"
     report $? "moe, trained for real"
 fi
+if wanted "moe, capacity, a dry run"; then
+    # Each token takes all experts, so whatever the router says, as many rows are dropped as in a dry run.
+    shape="--experts 3 --top-k 3 --capacity 0.5 $one"
+    kept() { grep 'activations kept' "$out" | grep -Eo '[0-9.]+ kB +[0-9.]+ kB$'; }
+    run "$build/moe" $shape
+    proof=$(kept)
+    run "$build/moe" $shape --dry-run && [ -n "$proof" ] && [ "$proof" = "$(kept)" ]
+    report $? "moe, capacity, a dry run keeps the activations of a step that computes"
+fi
+if wanted "moe, capacity, one token after another on the clock"; then
+    clock() { run "$build/moe" $one "$@" && grep 'step on' "$out" | grep -Eo '[0-9.]+ ms' | head -n 1; }
+    unlimited=$(clock)
+    [ -n "$unlimited" ] && [ "$unlimited" = "$(clock --capacity 1.2)" ]
+    report $? "moe, capacity, one token after another on the clock: none is dropped if all are even"
+fi
+if wanted "moe, capacity, MFU"; then
+    run "$build/moe" --no-check --experts 4 --top-k 4 --capacity 0.01 --hidden 256 --ffn 512 --heads 8 \
+        --seq 128 --micro-batch 4 --grad-acc 1 $one --sample 0 --dtype f32 &&
+        grep -Eq 'MFU [1-9][0-9]\.[0-9]%, HFU [1-9][0-9]\.[0-9]% of' "$out"
+    report $? "moe, capacity, MFU counts no dropped row: it is below 100%"
+fi
 if wanted "parameters of Mixtral 8x7B"; then
     run "$build/moe" --dry-run --model mixtral-8x7b --dtype bf16 --micro-batch 1 --seq 4096 --grad-acc 1 &&
         grep -q '46.70 B parameters' "$out" && grep -q 'a token passes 12.88 B parameters' "$out"
@@ -144,7 +165,8 @@ refused "--no-prefetch is an option of zero3, $idle --zero 3" expert_parallel --
 refused "--vocab-parallel is an option of vocab_parallel, $idle --tp 2" expert_parallel --vocab-parallel
 refused "--layout is an option of ring_attention, $idle --cp 2" expert_parallel --layout striped
 refused "--top-k 9 is more than --experts 8" moe --top-k 9
-refused "--expert-groups and --routed-scale are those of --moe deepseek" moe --expert-groups 2
+refused "--expert-groups 2 and --routed-scale 1 are those of --moe deepseek: with --moe mixtral both are 1" \
+    moe --expert-groups 2
 refused "--expert-groups 3 does not divide --experts 8" moe --moe deepseek --expert-groups 3
 refused "--groups-kept 3 is more than --expert-groups 2" moe --moe deepseek --expert-groups 2 \
     --groups-kept 3
@@ -159,7 +181,8 @@ for program in moe expert_parallel node_limited_routing load_balance overlapped_
 done
 refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance \
     --moe deepseek --z-loss 0.001
-refused "a folder has no place for it" load_balance --save "$work/balanced"
+refused "a folder has no place for it: --balance-bias 0 would fit" load_balance --save "$work/balanced"
+refused "and --capacity drops some: --balance-bias 0 would fit" load_balance --capacity 1
 refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
 refused "--model mixtral-8x7b has experts, and this program has only dense layers" \
     ../00_single_gpu/train --model mixtral-8x7b

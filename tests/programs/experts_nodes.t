@@ -24,6 +24,14 @@ hops "cp 2, zero 3" --ranks 4 $of_2 --cp 2 --seq 32 --zero 3 --context all-gathe
 hops "tp 2, ep 1: one node without exchange" --ranks 2 --ep 1 --tp 2 --sp --seq 30 --grad-acc 1
 hops "pp 2, zero 3" --ranks 8 $of_2 --pp 2 --zero 3 --grad-acc 3
 hops "f32" --ranks 4 $of_2 --dtype f32 --grad-acc 1
+if wanted "4 nodes of 1, one expert for each token, a dry run"; then
+    # Of a rank's 64 tokens 48 cross, each once whatever --groups-kept allows:
+    # 4 ranks x (48 x (4 h B + 4 k + 2 w k) + 36 B of counts)
+    run "$build/node_limited_routing" --dry-run --verbose --layers 1 --grad-acc 1 --ranks 4 --ep 4 \
+        --gpus-per-node 1 --seq 32 --experts 8 --top-k 1 --groups-kept 3 &&
+        grep -Eq 'all_to_all: bytes, all ranks +predicted +298896 +measured +298896 B' "$out"
+    report $? "4 nodes of 1, one expert for each token, a dry run sends it once"
+fi
 
 refused "--ep 8 in nodes of --gpus-per-node 3" node_limited_routing --gpus-per-node 3
 refused "--expert-groups 2 is no multiple of 4 nodes" node_limited_routing --expert-groups 2

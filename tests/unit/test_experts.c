@@ -22,6 +22,7 @@ static const Case cases[] = {
     {300, 5, 5, {false, 1, 1, 1}, false}, {64, 16, 1, {true, 1, 1, 1}, false},
     {64, 16, 3, {true, 1, 1, 2.5}, true}, {129, 32, 6, {true, 8, 3, 2.5}, true},
     {50, 12, 2, {true, 12, 2, 1}, false}, {50, 64, 4, {true, 64, 5, 1}, true},
+    {60, 16, 4, {false, 1, 1, 1}, true},
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
@@ -116,6 +117,24 @@ static void sigmoids_far_from_zero_stay_numbers(void **state) {
     assert_int_equal((int)chosen.x[1], 3);
     assert_true(weights.x[0] == 1.25 && weights.x[1] == 1.25);
     FREE(&logits, &chosen, &weights);
+}
+
+// A bias may put an expert first whose logit is so far below another's that exp() of the distance overflows.
+static void softmax_of_a_biased_choice_stays_numbers(void **state) {
+    (void)state;
+    const double logit[] = {-1, 200, 0}, add[] = {300, 0, -100};
+    Array logits = array_new(F32, 1, 3, 0), bias = array_new(F32, 1, 3, 0), chosen = array_new(I32, 1, 2, -1),
+          weights = poisoned(F32, 1, 2);
+    for (int i = 0; i < 3; i++) logits.x[i] = logit[i], bias.x[i] = add[i];
+    array_write(&logits);
+    array_write(&bias);
+    op_route_forward(chosen.t, weights.t, logits.t, bias.t, softmax);
+    array_read(&chosen);
+    array_read(&weights);
+    assert_int_equal((int)chosen.x[0], 0);
+    assert_int_equal((int)chosen.x[1], 1);
+    assert_true(weights.x[0] == 0 && weights.x[1] == 1);
+    FREE(&logits, &bias, &chosen, &weights);
 }
 
 // ---- the weights' gradient ----
@@ -459,6 +478,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_best_experts_are_chosen_and_of_equal_ones_the_first),
         cmocka_unit_test(a_token_of_nan_has_experts_all_the_same),
         cmocka_unit_test(sigmoids_far_from_zero_stay_numbers),
+        cmocka_unit_test(softmax_of_a_biased_choice_stays_numbers),
         cmocka_unit_test(the_weights_gradient_is_that_of_differences),
         cmocka_unit_test(a_single_expert_has_no_gradient_of_its_weight),
         cmocka_unit_test(balance_is_asked_of_each_sequence),
