@@ -41,7 +41,7 @@ static Durations durations_of(const Trainer *t) {
     const Pipeline *p = trainer_context(t, &pipeline);
     Chunk chunk = p->chunk[0];
     for (int i = 0; i < p->schedule.stages; i++)
-        if (p->schedule.place[i] == m->mesh.pp.rank) chunk = p->chunk[i];
+        if (schedule_has_stage(&p->schedule, m->mesh.pp.rank, i)) chunk = p->chunk[i];
     chunk.embedding = chunk.head = false;
     Batch batch = batch_new(t, 0);
     MicroBatch micro = micro_batch_new(m, 0, 1, batch.tokens, batch.targets, 1);
