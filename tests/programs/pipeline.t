@@ -257,6 +257,9 @@ printf '%s\n' '# pp-schedule name=crossing p=3 m=2 stages=3 dirs=2' 'place 0: 0 
     'rank 1: F1.0.0 F2.0.0 BW2.0.0 BW1.0.0 F1.1.1 BW1.1.1' 'rank 2: F0.1.1 BW0.1.1' >"$work/crossing.txt"
 nearly "loaded: a rank has a stage in both directions" afab --ranks 3 --grad-acc 2 $quick --load \
     "$work/crossing.txt"
+printf '%s\n' '# pp-schedule name=one_way p=2 m=2 stages=2 dirs=2' 'place 0: 0 1' 'place 1: 1 0' 'mbs 0: 0 1' \
+    'mbs 1:' 'rank 0: F0.0.0 F0.1.0 BW0.0.0 BW0.1.0' 'rank 1: F1.0.0 BW1.0.0 F1.1.0 BW1.1.0' >"$work/way.txt"
+nearly "loaded: a direction without micro-batches" afab --ranks 2 --grad-acc 2 $quick --load "$work/way.txt"
 sed -e 's/p=3/p=4/' -e '$a rank 3:' "$work/crossing.txt" >"$work/idle.txt"
 refused "--load $work/idle.txt: rank 3 has no stage: each rank needs one" afab --grad-acc 2 --load \
     "$work/idle.txt"
