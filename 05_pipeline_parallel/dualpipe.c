@@ -12,9 +12,9 @@
 //     rank 2  |...f4-F0-f5-F1-f6-D0----F2+d4----f7+D1----F3+d5----D2----d6----...B3-b7-W3-w7-
 //     rank 3  |f4-f5-f6-F0-B0-W0-F1-f7+D1----...F2+d4----D2----...F3+d5----D3----b6-w6-b7-w7-
 //
-// Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair. The
-// comment on schedule_dualpipe says for which times that is exact. Messages: as many as with 1F1B, of both
-// kinds to both neighbours. Held: p + 1 micro-batches on every rank, and weights twice.
+// Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair; if F < B
+// it is shorter (the comment on schedule_dualpipe). Messages: as many as with 1F1B, of both kinds to both
+// neighbours. Held: p + 1 micro-batches on every rank, and weights twice.
 // Run: build/05_pipeline_parallel/dualpipe
 //      build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
 // Last line: PASS dualpipe: stages on several ranks reproduce the single-device step …
@@ -118,10 +118,13 @@ void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk 
     for (int i = 0; i < k + 1; i++) backward_weight(&r);
 }
 
-// The formula of the bubble is exact for F = B >= W and an even m >= 2p, if a pair takes as long as its
-// passes. (A shorter pair shortens the step; the formula is then how long the middle ranks idle.) With B a
-// little longer than F, up to 5F / 4, and p <= 8 the bubble is (p/2 - 1) (F&B + F - 2W). Held for any m:
-// min(m, p + 1, n + 1 + k), where n micro-batches enter at the nearer end, k ranks away.
+// For W <= F <= B and an even m >= 2p, if a pair takes as long as its passes, the bubble is
+//
+//     max((p/2 - 1) (F&B + F - 2W),  (p/2 - 1) (F&B + B - 2W) - F)
+//
+// which is DeepSeek-V3's for F = B, and less for F < B. (A shorter pair shortens the step; this is then how
+// long the middle ranks idle.) Held for any m: min(m, p + 1, n + 1 + k), where n micro-batches enter at the
+// nearer end, k ranks away.
 Schedule schedule_dualpipe(int p, int m) {
     Schedule s = schedule_new("dualpipe", p, m, p, 2);
     int half = p / 2, n[2] = {m - m / 2, m / 2};

@@ -16,8 +16,9 @@
 //            …|+D2-d4--..f7+D3-d5--D4--..d6--B5..b7B6W5B7w7W6W7
 //            …|+d3-f7+D3-d4--D4--..d5--D5--..b6B6..b7B7w6W6w7W7
 //
-// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact for F = B >= W
-// and m >= 2p. Held: p + 1/2 micro-batches of two stages, weights once. Messages: as with ZB-V.
+// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2 for F = B, and less
+// for F < B; exact for m >= 2p, even or odd. Held: p + 1/2 micro-batches of two stages, weights once.
+// Messages: as with ZB-V.
 // Run: build/05_pipeline_parallel/dualpipe_v
 //      build/05_pipeline_parallel/schedule --schedule dualpipe_v --stages 4 --micro-batches 8
 // Last line: PASS dualpipe_v: stages on several ranks reproduce the single-device step …

@@ -39,9 +39,9 @@ Schedule schedule_interleaved(int p, int m, int v, int group) {
     Schedule s = schedule_new("interleaved", p, m, v * p, 1);
     int turns = (m + group - 1) / group * group * v;
     for (int r = 0; r < p; r++) {
-        // One forward less ahead would hold one chunk less, and cost nothing if a hop took no time. But with
-        // hops each rank would then wait for its neighbours in every turn: with a hop of 1 the bubble of
-        // p = 4, m = 16, v = 2 would be 85 instead of 59.
+        // One forward less ahead, on all ranks but the last, would hold one chunk less, and cost nothing if
+        // a hop took no time. But with hops each rank would then wait for its neighbours in every turn: with
+        // a hop of 1 the bubble of p = 4, m = 16, v = 2 would be 85 instead of 59.
         int ahead = 2 * (p - 1 - r) + (v - 1) * group;
         for (int k = -ahead; k < turns; k++) {
             int chunk, i;

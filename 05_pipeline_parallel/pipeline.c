@@ -292,11 +292,12 @@ static void price(Price *price, const Model *m, const void *context) {
     const Config *c = &m->config;
     int rank = m->mesh.pp.rank;
     double layers = 0, passes = 0, head_micros = 0, lookup_micros = 0, head = 0, embedding = 0;
-    for (int i = 0; i < s->directions * s->stages; i++) {
-        if (s->place[i] != rank) continue;
-        const Chunk *chunk = &p->chunk[i % s->stages];
+    for (int stage = 0; stage < s->stages; stage++) {
+        if (!schedule_has_stage(s, rank, stage)) continue;
+        const Chunk *chunk = &p->chunk[stage];
         double micros = 0, own = chunk->end_layer - chunk->first_layer;
-        for (int j = 0; j < s->micro_batches; j++) micros += s->direction[j] == i / s->stages;
+        for (int i = 0; i < s->micro_batches; i++)
+            micros += s->place[s->direction[i] * s->stages + stage] == rank;
         layers += own;
         passes += own * micros;
         head_micros += chunk->head ? micros : 0;

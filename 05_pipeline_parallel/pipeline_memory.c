@@ -27,7 +27,7 @@ typedef struct Sizes {
     double left_block, left_head;  // from B to W
     double tokens;                 // of a micro-batch
     double message;                // (n, h)
-    double always;                 // positions of attention's masks
+    double positions;              // for attention's masks, from the first block's forward on
 } Sizes;
 
 // What W multiplies, inside the region: outputs of norms, attention and SwiGLU, and gradients at the outputs
@@ -55,11 +55,11 @@ static Sizes sizes_of(const Trainer *t) {
     int ends = price.end_rows;
     Sizes z = {.block = price_rows(price.block, price.block_rows, NULL),
                .tokens = price_rows(end, ends, "tokens, targets, positions"),
-               .always = price_rows(end, ends, "positions"),
+               .positions = price_rows(end, ends, "positions"),
                .message = e * rows * h,
                .left_block = left_of_block(m, rows),
                .left_head = price_rows(end, ends, "norm") + price_rows(end, ends, "logits") + e * h};
-    z.head = price_rows(end, ends, NULL) - z.tokens - z.always;
+    z.head = price_rows(end, ends, NULL) - z.tokens - z.positions;
     return z;
 }
 
@@ -71,6 +71,7 @@ typedef struct Walk {
     int rank, next;  // next: in the messages; all of this rank's before it are in flight
     int *ws_left;    // (m) of a micro-batch that has begun; 0: none
     bool sent[2];    // a message's tensor stays until the next one of its kind is sent
+    bool positions;  // are here
     double now, most;
 } Walk;
 
@@ -110,6 +111,7 @@ static void run_pass(Walk *w, StagePass pass) {
         layers * w->size.left_block + chunk->head * w->size.left_head + chunk->embedding * message;
     begin(w, pass.micro_batch);
     if (pass.kind == PASS_F) {
+        if (layers > 0 && !w->positions) w->positions = true, w->now += w->size.positions;
         w->now += held + (!chunk->head - !chunk->embedding) * message;  // the input is kept: it is x
         w->most = fmax(w->most, w->now);
     }
@@ -133,7 +135,7 @@ double pipeline_held_bytes(const Trainer *t) {
         for (int j = 0; j < action->passes; j++) run_pass(&w, action->pass[j]);
     }
     free(w.ws_left);
-    return w.most > 0 ? w.most + w.size.always : 0;
+    return w.most;
 }
 
 // ---- compared with the account of memory ----

@@ -62,6 +62,11 @@ static Schedule loaded_schedule(const Config *c, const char *path) {
     CHECK(s.ranks == c->pp && s.micro_batches == c->grad_acc,
           "--load %s is for --pp %d and --grad-acc %d, and this run has %ld and %ld", path, s.ranks,
           s.micro_batches, c->pp, c->grad_acc);
+    for (int rank = 0; rank < s.ranks; rank++) {
+        int stages = 0;
+        for (int k = 0; k < s.stages; k++) stages += schedule_has_stage(&s, rank, k);
+        CHECK(stages > 0, "--load %s: rank %d has no stage: each rank needs one", path, rank);
+    }
     return s;
 }
 

@@ -81,6 +81,12 @@ int schedule_rank(const Schedule *s, StagePass pass) {
     return s->place[pass.direction * s->stages + pass.stage];
 }
 
+bool schedule_has_stage(const Schedule *s, int rank, int stage) {
+    bool has = false;
+    for (int d = 0; d < s->directions; d++) has = has || s->place[d * s->stages + stage] == rank;
+    return has;
+}
+
 bool schedule_needs(const Schedule *s, StagePass pass, StagePass *needed) {
     *needed = pass;
     switch (pass.kind) {

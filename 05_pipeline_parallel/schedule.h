@@ -67,6 +67,8 @@ void schedule_append(Schedule *schedule, int rank, Action action);  // as it is
 
 // The rank that does this pass.
 int schedule_rank(const Schedule *schedule, StagePass pass);
+// Whether a rank has a stage, in one direction or in both: it stores the weights once.
+bool schedule_has_stage(const Schedule *schedule, int rank, int stage);
 // The pass that must have ended before this one, of a neighbouring stage or of the same one. False: there is
 // none.
 bool schedule_needs(const Schedule *schedule, StagePass pass, StagePass *needed);

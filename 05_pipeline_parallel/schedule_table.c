@@ -17,7 +17,8 @@ double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish) {
     double pair = wish->durations.pair, all = F + B + W;
     int m = wish->micro_batches, group = wish->group ? wish->group : wish->ranks;
     bool like = W <= F && F <= B && 2 * B <= 3 * F && B <= 2 * W;  // times that differ by no more than this
-    bool dual = m >= 2 * p && m % 2 == 0 && W <= F && pair == all;
+    bool folded = kind == DUALPIPE_V;
+    double turns = (folded ? p : p / 2) - 1;  // of DualPipe's half of a pipeline
     if (wish->durations.hop > 0) return NAN;
     switch (kind) {
         case AFAB:
@@ -36,10 +37,9 @@ double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish) {
         case ZB_AUTO:
             break;
         case DUALPIPE:
-            if (!dual || F > B || (F < B && (p > 8 || 4 * B > 5 * F))) return NAN;
-            return (p / 2 - 1) * (pair + F - 2 * W);
         case DUALPIPE_V:
-            return dual && F == B ? (p - 1) / 2 * (pair + F - 2 * W) : NAN;
+            if (m < 2 * p || (m % 2 && !folded) || F < W || B < F || pair != all) return NAN;
+            return fmax(turns * (pair + F - 2 * W), turns * (pair + B - 2 * W) - F) / (folded ? 2 : 1);
     }
     return NAN;
 }
@@ -116,6 +116,12 @@ static double pairs_formula(ScheduleKind kind, const ScheduleWish *wish, int ran
 static int pairs_of(const Schedule *s, int rank) {
     int pairs = 0;
     for (int i = 0; i < s->list[rank].count; i++) pairs += s->list[rank].action[i].passes == 2;
+    return pairs;
+}
+
+static int pairs_on_ranks(const Schedule *s) {
+    int pairs = 0;
+    for (int rank = 0; rank < s->ranks; rank++) pairs += pairs_of(s, rank);
     return pairs;
 }
 
@@ -262,7 +268,9 @@ static void search_row(ScheduleKind kind, int p, int m, Durations d) {
     ScheduleWish wish = {.ranks = p, .micro_batches = m, .chunks = 2, .durations = d};
     if (schedule_refusal(kind, &wish)) return;
     Schedule s = schedule_make(kind, &wish);
-    if (schedule_can_search(&s, d)) {
+    // A pair that overlaps its passes takes less time than any order of them.
+    bool overlaps = d.pair < d.F + d.B + d.W && pairs_on_ranks(&s) > 0;
+    if (schedule_can_search(&s, d) && !overlaps) {
         ScheduleTimes t = schedule_times(&s, d);
         double best = schedule_best_makespan(&s, d), work = t.makespan - t.bubble;
         double rounding = ROUNDING * t.makespan;

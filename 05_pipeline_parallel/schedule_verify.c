@@ -252,7 +252,7 @@ RankCosts schedule_costs(const Schedule *s, int rank) {
             if (to_w > most_w) most_w = to_w;
         }
     }
-    for (int k = 0; k < s->directions * s->stages; k++) costs.weights += s->place[k] == rank;
+    for (int k = 0; k < s->stages; k++) costs.weights += schedule_has_stage(s, rank, k);
     costs.weights *= share;
     costs.held_to_b = most_b * share;
     costs.held_to_w = most_w * share;

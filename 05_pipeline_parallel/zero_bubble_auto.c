@@ -9,7 +9,7 @@
 //                         otherwise the rank waits for that input
 //     memory is full:     W, which makes room
 //
-// Several heuristics are tried, and the shortest step is kept; for p = 4, m = 7 and a limit of 5:
+// Several heuristics are tried, and the shortest step is kept; for p = 4, m = 7, a limit of 5 and F = B = W:
 //
 //     rank 0  |F0-F1-F2-F3-F4-......B0-W0-F5-B1-W1-F6-B2-W2-B3-W3-B4-W4-B5-W5-B6-W6-...
 //     rank 1  |...F0-F1-F2-F3-F4-B0-W0-B1-W1-F5-B2-W2-F6-B3-W3-B4-W4-B5-W5-B6-W6-......

@@ -212,11 +212,12 @@ row() {
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
     row 27 '… with p = 8 and m = 8 micro-batches, for v = 1, 2, 4, 8 …' schedule '' '^ *8 +87'
     row 27 '… and with m = 4, less than p' schedule '' '^ *4 +175'
-    row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
+    row 28 "ZB-H1: a third of 1F1B's bubble (90) if F = B = W" schedule \
+        '--schedule zb_h1 --forward 10 --backward 10 --weight 10' '^makespan'
     row 28 'ZB-H2: no bubble as a period if F = B = W, at about twice the memory' schedule \
         '--schedule zb_h2 --forward 10 --backward 10 --weight 10' '^period'
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule \
-        '--schedule dualpipe' '^makespan'
+        '--schedule dualpipe --forward 10 --backward 10 --weight 10' '^makespan'
     row 29 'bandwidth of all-reduce, all-gather and reduce-scatter from 1 node …' collectives '' '^ *1 +8 '
     row 29 '… to 64' collectives '' '^ *64 +512 '
     row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b \

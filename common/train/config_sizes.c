@@ -101,16 +101,16 @@ void config_check(const Config *c) {
 
 // ---- degrees of the mesh ----
 
-// The degrees other than dp as flags, without those that are 1: "--pp 2 x --tp 3". Static buffer.
-static const char *degrees_text(const Config *c) {
+// The degrees as flags, without those that are 1, or still open: "--pp 2 x --tp 3". Static buffer.
+static const char *degrees_text(const Config *c, int64_t dp) {
     static char text[128];
     const struct {
         const char *name;
         int64_t degree;
-    } axis[] = {{"pp", c->pp}, {"cp", c->cp}, {"tp", c->tp}};
+    } axis[] = {{"dp", dp}, {"pp", c->pp}, {"cp", c->cp}, {"tp", c->tp}};
     int used = 0;
-    for (int i = 0; i < 3; i++)
-        if (axis[i].degree != 1)
+    for (int i = 0; i < 4; i++)
+        if (axis[i].degree > 1)
             used += snprintf(text + used, sizeof text - (size_t)used, "%s--%s %ld", used ? " x " : "",
                              axis[i].name, axis[i].degree);
     return text;
@@ -125,16 +125,16 @@ void config_check_degrees(Config *c, int ranks) {
         if (degree[i] != open) others *= *degree[i];
     }
     if (open) {
-        CHECK(ranks % others == 0, "--dp %ld does not divide the %d rank%s; --ranks %ld would fit", others,
-              ranks, plural(ranks), (ranks / others + 1) * others);
+        CHECK(ranks % others == 0, "%s does not divide the %d rank%s; --ranks %ld would fit",
+              degrees_text(c, c->dp), ranks, plural(ranks), (ranks / others + 1) * others);
         *open = ranks / others;
     }
     int64_t rest = c->pp * c->cp * c->tp;
-    CHECK(ranks % rest == 0, "%s does not divide the %d rank%s; --ranks %ld would fit", degrees_text(c),
+    CHECK(ranks % rest == 0, "%s does not divide the %d rank%s; --ranks %ld would fit", degrees_text(c, 1),
           ranks, plural(ranks), (ranks / rest + 1) * rest);
     if (c->dp == 0) c->dp = ranks / rest;
     CHECK(c->dp * rest == ranks, "--dp %ld%s%s needs %ld rank%s, and there %s %d: --ranks %ld would fit",
-          c->dp, rest > 1 ? " x " : "", degrees_text(c), c->dp * rest, plural(c->dp * rest),
+          c->dp, rest > 1 ? " x " : "", degrees_text(c, 1), c->dp * rest, plural(c->dp * rest),
           ranks == 1 ? "is" : "are", ranks, c->dp * rest);
 }
 

@@ -163,6 +163,8 @@ nearly "dualpipe, pp 2, dp 2, zero 3, tied, one direction has nothing to do" dua
     --zero 3 --layers 5 --steps 2 --grad-acc 1
 
 nearly "1f1b, pp 2, cp 2, ring" one_f_one_b --pp 2 --cp 2 --context ring $few
+nearly "1f1b, pp 2, cp 2, ring, a stage without a layer" one_f_one_b --pp 2 --cp 2 --context ring \
+    --stage-layers 0,5 $few
 nearly "zb_v, pp 2, cp 2, zigzag, full" zero_bubble_v --pp 2 --cp 2 --context zigzag --recompute full $few
 nearly "zb_h1, pp 2, cp 2, dp 2, ring, selective, zero 2, tied" zero_bubble --ranks 8 --pp 2 --cp 2 \
     --context ring --recompute selective --zero 2 --tied $few
@@ -249,6 +251,18 @@ if wanted "loaded: interleaved, breadth-first, beside a schedule that is not"; t
 fi
 exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
 nearly "loaded: dualpipe" one_f_one_b $loads "$work/dual.txt"
+# Rank 1 has the middle stage in both directions, and rank 2 only a stage of the second.
+printf '%s\n' '# pp-schedule name=crossing p=3 m=2 stages=3 dirs=2' 'place 0: 0 1 1' 'place 1: 2 1 0' \
+    'mbs 0: 0' 'mbs 1: 1' 'rank 0: F0.0.0 F2.1.1 BW2.1.1 BW0.0.0' \
+    'rank 1: F1.0.0 F2.0.0 BW2.0.0 BW1.0.0 F1.1.1 BW1.1.1' 'rank 2: F0.1.1 BW0.1.1' >"$work/crossing.txt"
+nearly "loaded: a rank has a stage in both directions" afab --ranks 3 --grad-acc 2 $quick --load \
+    "$work/crossing.txt"
+printf '%s\n' '# pp-schedule name=one_way p=2 m=2 stages=2 dirs=2' 'place 0: 0 1' 'place 1: 1 0' 'mbs 0: 0 1' \
+    'mbs 1:' 'rank 0: F0.0.0 F0.1.0 BW0.0.0 BW0.1.0' 'rank 1: F1.0.0 BW1.0.0 F1.1.0 BW1.1.0' >"$work/way.txt"
+nearly "loaded: a direction without micro-batches" afab --ranks 2 --grad-acc 2 $quick --load "$work/way.txt"
+sed -e 's/p=3/p=4/' -e '$a rank 3:' "$work/crossing.txt" >"$work/idle.txt"
+refused "--load $work/idle.txt: rank 3 has no stage: each rank needs one" afab --grad-acc 2 --load \
+    "$work/idle.txt"
 sed 's/BW0.0.0/BX0.0.0/' "$work/wide.txt" >"$work/bad.txt"
 sed 's/W0.3.0//' "$work/split.txt" >"$work/unsound.txt"
 refused "--load: cannot open $work/none.txt: No such file or directory" one_f_one_b $loads \

@@ -24,6 +24,8 @@ schedule --json "$work/table.json" && [ "$(tail -n 1 "$out" | cut -c 1-15)" = "P
 report $? "the table of all schedules agrees with their formulas"
 [ "$(grep -c '^p = ' "$out")" = 6 ] && [ "$(grep -c ' exact ' "$out")" -ge 40 ]
 report $? "for p = 4 and 8, m = p, 2 p and 4 p"
+[ "$(grep -cE '^dualpipe(_v)? .* exact ' "$out")" = 8 ]
+report $? "DualPipe's and DualPipeV's formulas hold where F is shorter than B"
 grep -qE '^zb_h1 +3 +3 +3 +28 +28 +the best$' "$out" && grep -qE '^zb_v +3 +3 +3 +15 +12' "$out"
 report $? "and says how far each is from the best"
 python3 -c 'import json,sys; t=json.load(open(sys.argv[1])); assert t["verdict"]["status"] == "PASS"' \
@@ -133,7 +135,26 @@ for picture in 05_pipeline_parallel/*.svg; do
 done
 [ -z "$bad" ]
 report $? "the page's pictures are those of the program${bad:+, but not$bad}"
+bad='' asked=0
+while read -r file flags; do
+    asked=$((asked + 1))
+    schedule --schedule $flags --forward 10 --backward 10 --weight 10 </dev/null || bad="$bad $file"
+    while IFS= read -r line; do
+        grep -qxF -- "//     $line" "05_pipeline_parallel/$file.c" || bad="$bad $file:${line%|*}"
+    done < <(grep '^rank [0-9] *|' "$out")
+done <<'PICTURES'
+afab afab --micro-batches 4
+one_f_one_b one_f_one_b --micro-batches 4
+interleaved interleaved --micro-batches 4
+zero_bubble zb_h1 --micro-batches 7
+zero_bubble_v zb_v --micro-batches 7
+zero_bubble_auto zb_auto --micro-batches 7 --memory-limit 5
+dualpipe dualpipe --micro-batches 8
+PICTURES
+[ -z "$bad" ] && [ $asked = 7 ]
+report $? "the pictures in the sources are those of the program, with F = B = W${bad:+, but not$bad}"
 
+passes "a pair that takes less time than any order of its passes" $program --weight 12.5 --pair 24
 passes "times whose sums round differ from their formulas by that alone" $program --backward 0.1
 refused '--load' $program --load /no/such/file
 mkfifo "$work/fifo" && refused 'fifo is a pipe or a device' $program --load "$work/fifo"

@@ -301,6 +301,8 @@ static void degrees_that_do_not_fit_are_refused_with_what_would(void **state) {
          "--dp 2 x --pp 2 x --tp 2 needs 8 ranks, and there are 12: --ranks 8 would fit"},
         {4, "--dp 4 --tp 2", "--dp 4 x --tp 2 needs 8 ranks, and there are 4: --ranks 8 would fit"},
         {4, "--dp 3 --tp 0", "--dp 3 does not divide the 4 ranks; --ranks 6 would fit"},
+        {3, "--tp 2 --pp 0", "--tp 2 does not divide the 3 ranks; --ranks 4 would fit"},
+        {6, "--dp 2 --cp 2 --tp 0", "--dp 2 x --cp 2 does not divide the 6 ranks; --ranks 8 would fit"},
         {1, "--tp 2", "--tp 2 does not divide the 1 rank; --ranks 2 would fit"},
         {1, "--dp 3", "--dp 3 needs 3 ranks, and there is 1: --ranks 3 would fit"},
         {4, "--tp -1", "--tp -1 is out of bounds"},

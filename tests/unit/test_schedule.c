@@ -103,6 +103,9 @@ static void check_formulas(ScheduleKind kind, const ScheduleWish *wish, const Sc
         other.durations = d;
         double bubble = schedule_bubble_formula(kind, &other),
                period = schedule_period_formula(kind, &other), clocked;
+        bool dual = kind == DUALPIPE_V || (kind == DUALPIPE && wish->micro_batches % 2 == 0);
+        if (dual && wish->micro_batches >= 2 * wish->ranks && d.W <= d.F && d.F <= d.B)
+            assert_false(isnan(bubble));
         if (isnan(bubble)) continue;
         ScheduleTimes times = schedule_times(s, d);
         schedule_period(s, d, &clocked);
@@ -206,6 +209,19 @@ static void each_rank_holds_what_its_paper_says(void **context) {
             schedule_free(&s[i]);
         }
     }
+}
+
+// With an odd number of ranks, the one in the middle has the same stage in both directions.
+static void a_stage_of_both_directions_is_stored_once(void **context) {
+    (void)context;
+    Schedule s = schedule_new("both", 3, 2, 3, 2);
+    for (int k = 0; k < 3; k++) s.place[3 + k] = 2 - k;
+    const double weights[] = {2, 1, 2};
+    for (int r = 0; r < 3; r++) {
+        ASSERT_SAME(schedule_costs(&s, r).weights, weights[r]);
+        for (int k = 0; k < 3; k++) assert_int_equal(schedule_has_stage(&s, r, k), k == r || k == 2 - r);
+    }
+    schedule_free(&s);
 }
 
 // What other implementations do if p does not divide m: the last group of micro-batches is short.
@@ -368,14 +384,15 @@ static void a_pair_takes_its_own_time_and_its_outputs_leave_at_its_end(void **co
 
 static void a_shorter_pair_leaves_the_middle_of_dualpipe_idle_by_the_formula(void **context) {
     (void)context;
-    for (int p = 4; p <= 8; p += 2)
-        for (int pair = 20; pair <= 30; pair += 2)
-            for (int B = 10; B <= 12; B += 2) {
+    for (int p = 4; p <= 16; p += 4)
+        for (int B = 10; B <= 20; B += 2)
+            for (int pair = B + 8; pair <= B + 18; pair += 2) {
                 const Durations d = {10, B, 8, pair, 0};
                 Schedule s = make(DUALPIPE, p, 2 * p);
                 ScheduleTimes times = schedule_times(&s, d);
-                for (int r = p / 2 - 1; r <= p / 2; r++)
-                    ASSERT_SAME(times.idle[r], (p / 2 - 1) * (pair + d.F - 2 * d.W));
+                double turns = p / 2 - 1, by_F = turns * (pair + d.F - 2 * d.W),
+                       by_B = turns * (pair + d.B - 2 * d.W) - d.F;
+                for (int r = p / 2 - 1; r <= p / 2; r++) ASSERT_SAME(times.idle[r], fmax(by_F, by_B));
                 schedule_times_free(&times, &s);
                 schedule_free(&s);
             }
@@ -483,6 +500,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(bubbles_are_those_of_the_formulas_for_all_durations),
         cmocka_unit_test(the_same_wish_gives_the_same_schedule_and_its_text_gives_it_back),
         cmocka_unit_test(each_rank_holds_what_its_paper_says),
+        cmocka_unit_test(a_stage_of_both_directions_is_stored_once),
         cmocka_unit_test(an_unchecked_last_group_of_interleaved_deadlocks_and_a_planned_one_runs),
         cmocka_unit_test(one_queue_for_a_pair_of_ranks_misorders_what_goes_both_ways),
         cmocka_unit_test(no_bubble_is_below_the_least),
