@@ -128,8 +128,7 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     Durations d = durations_of(t);
     double stages = (double)s.stages / p, ideal = (double)c.grad_acc * stages * (d.F + d.B + d.W);
     double run = makespan_of(t), own = clocked(&s, d), bytes = 2.0 * (double)(c.seq * c.hidden);
-    const Pipeline *pipe = trainer_context(t, &pipeline);
-    double in_line = pipeline_makespan(pipe, d, bytes);
+    double in_line = pipeline_makespan(trainer_context(t, &pipeline), d, bytes);
     say("\n%s on %d rank%s, %ld micro-batch%s of 4,096 tokens, a layer of Llama 3 8B a stage, on the model "
         "clock of %s:\n",
         s.name, p, plural(p), c.grad_acc, c.grad_acc == 1 ? "" : "es", config->machine);
@@ -143,9 +142,9 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     report_number("schedule", "makespan, by its own clock", own, "s");
     // That clock takes every stage as a middle one: it models neither the two ends of the model nor sums of
     // gradients, including those of copies that no micro-batch passes.
-    bool idle = false;
-    for (int unit = 0; unit < t->model->params.units; unit++) idle = idle || pipe->idle[unit];
-    double slack = comm_max(idle, mesh.pp) > 0 ? 0.1 : 0.02;
+    int used = 0;  // directions that micro-batches take, as bits
+    for (int i = 0; i < s.micro_batches; i++) used |= 1 << s.direction[i];
+    double slack = used != (1 << s.directions) - 1 ? 0.1 : 0.02;
     report_that(run >= (1 - 1e-9) * in_line && run < (1 + slack) * in_line,
                 "the run takes %.3f ms, where its passes and messages take %.3f ms and all passes compute "
                 "%.3f ms",
