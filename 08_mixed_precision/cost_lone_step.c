@@ -291,6 +291,8 @@ static LoneMemory rank_memory(const Config *c, const LoneParts *p, int rank) {
 // Each of these is a straight line, too, in the layers of a stage: of all stages so many are counted, or two
 // of each.
 static LoneMemory staged_memory(const Config *c, const LoneParts *p, const Stages *s, int rank) {
+    // Tied, it would join the group of both copies of the embedding, in which only rank 0 is real.
+    if (c->tied && rank > 0) return lone_stage_memory(c, p, false, true);
     int64_t counted = COUNTED_LAYERS / s->count > 2 ? COUNTED_LAYERS / s->count : 2;
     int64_t beyond = c->layers / s->count - counted;
     if (beyond < 0) beyond = 0;
