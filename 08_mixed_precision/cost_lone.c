@@ -33,18 +33,27 @@ static void note_bytes(LoneParts *parts, const Trainer *t) {
     if (m->config.experts) parts->experts = (double)m->params.unit[m->first_expert_unit].count;
 }
 
-// Runs one micro-batch through an embedding, a block and a head, and records the seconds of each. Gradients
-// are sent only in the last micro-batch of a step.
-static void note_seconds(LoneParts *parts, const Trainer *t) {
+// The most activations since the last call.
+static void note_peak(double *most, int64_t before) {
+    *most = fmax(*most, (double)(memory_account().peak[MEMORY_ACTIVATION] - before));
+    memory_reset_peak();
+}
+
+// Runs one micro-batch through an embedding, a block and a head, and records the seconds and the peak of
+// each. Gradients are sent only in the last micro-batch of a step.
+static void note_passes(LoneParts *parts, const Trainer *t) {
     static const Chunk chunk[] = {{0, 0, true, false}, {0, 1, false, false}, {1, 1, false, true}};
     Model *m = t->model;
     const Config *c = &t->config;
+    int64_t held = memory_account().now[MEMORY_ACTIVATION];
+    memory_reset_peak();
     MicroBatch micro = micro_batch_new(m, 0, c->micro_batch, NULL, NULL, 1);
     for (int i = 0; i < 3; i++) {
         double before = clock_model_now();
         double waited = comm_total().exposed_seconds;
         chunk_forward(m, &micro, chunk[i]);
         parts->forward[i] = clock_model_now() - before;
+        note_peak(&parts->most[i], held);
         if (i == BLOCK) parts->waits += comm_total().exposed_seconds - waited;
     }
     for (int i = 2; i >= 0; i--) {
@@ -53,6 +62,7 @@ static void note_seconds(LoneParts *parts, const Trainer *t) {
         parts->input[i] = clock_model_now() - before;
         chunk_backward_weight(m, &micro, chunk[i]);
         parts->backward[i] = clock_model_now() - before;
+        note_peak(&parts->most[i], held);
         if (i == BLOCK) parts->waits += comm_total().exposed_seconds - waited;
     }
     micro_batch_free(m, &micro);
@@ -69,12 +79,8 @@ LoneParts lone_parts(const Config *config) {
     Trainer *t = trainer_new(&c, mesh, five_d_layouts());
     LoneParts parts = {.tokens = 0};
     model_begin_step(t->model, 1000);
-    int64_t before = memory_account().now[MEMORY_ACTIVATION];
-    memory_reset_peak();
-    note_seconds(&parts, t);
+    note_passes(&parts, t);
     note_bytes(&parts, t);  // last: only a run knows how many rows arrive at the experts here
-    double most = (double)(memory_account().peak[MEMORY_ACTIVATION] - before);
-    parts.extra = fmax(most - parts.tokens - parts.always - parts.block - parts.head, 0);
     trainer_free(t);
     mesh_end(&mesh);
     return parts;
@@ -105,7 +111,7 @@ double lone_recomputes(const Config *config, const LoneParts *parts) {
 // Experts are spread over ep neighbours within dp x cp x tp, each of which has its own rows.
 Replicas lone_replicas(const Config *c, bool experts) {
     int all = (int)(c->dp * c->cp), tp = (int)c->tp, ep = (int)c->ep;
-    return experts ? (Replicas){all * tp / ep, ep} : (Replicas){all, tp};
+    return experts && ep > 1 ? (Replicas){all * tp / ep, ep} : (Replicas){all, tp};
 }
 
 // Elements of a unit whose shard is the largest one.
@@ -123,10 +129,25 @@ static double held_of(const Config *c, int rank) {
     return isnan(held.to_w) ? (double)c->pp : held.to_w;
 }
 
-static LoneMemory memory_of(const Config *c, const LoneParts *p, bool first, bool last) {
+double lone_beyond(const LoneParts *p, bool last) {
+    double kept = p->tokens + p->always + p->block, block = p->most[BLOCK] - kept;
+    // Backward has freed the head when it comes to a block.
+    return fmax(last ? fmax(p->most[HEAD] - kept, block) - p->head : block, 0);
+}
+
+// With ZeRO-2, bytes of the whole gradients in use: one in bf16 while the f32 sum of the unit before it is
+// reduced, or in both while it is converted. A block's is there in bf16 while its experts' are made.
+static double gradients_at_work(const LoneParts *p, double ends) {
+    double block = p->count[BLOCK], experts = p->experts, largest = fmax(ends, block);
+    double routed = experts > 0 ? 2 * block + fmax(6 * experts, 2 * experts + 4 * largest) : 0;
+    return fmax(6 * largest, routed);
+}
+
+LoneMemory lone_stage_memory(const Config *c, const LoneParts *p, bool first, bool last) {
     double layers = layers_of(c, chunks_of(c));
     int zero = (int)config_number(c, "zero"), shards = lone_replicas(c, false).ranks;
-    const double units[] = {first ? 1 : 0, layers, last ? 1 : 0};
+    // Tied, the last stage has a copy of the embedding.
+    const double units[] = {first || (last && c->tied) ? 1 : 0, layers, last ? 1 : 0};
     double block = p->count[BLOCK] + p->experts;
     double whole = layers * p->experts, largest = block, own = 0;
     if (p->experts > 0) own = layers * shard_of(p->experts, lone_replicas(c, true).ranks);
@@ -138,20 +159,24 @@ static LoneMemory memory_of(const Config *c, const LoneParts *p, bool first, boo
     // bf16 weights and gradients, f32 sums, masters and moments; ZeRO-2 and -3 hold a unit whole at work,
     // a pipeline's ZeRO-3 the whole stage.
     bool staged = c->pp > 1;
-    double at_work = fmin(largest + block, whole);
-    LoneMemory m = {
-        .weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
-        .gradients =
-            zero < 2 ? 6 * whole : 4 * own + (staged && zero == 3 ? 4 * whole + 2 * largest : 6 * at_work),
-        .optimizer = 12 * (zero ? own : whole),
-        .kept = held_of(c, first ? 0 : (int)c->pp - 1) * (layers * p->block + p->tokens) +
-                (last ? p->head : 0) + p->always};
-    m.peak = m.weights + m.gradients + m.optimizer + m.kept + p->extra + (staged ? 2 * p->message : 0);
+    double at_work = fmin(largest + block, whole),
+           ends = fmax(units[EMBEDDING] * p->count[EMBEDDING], units[HEAD] * p->count[HEAD]);
+    double waits = c->tied && first && last ? 2 * p->count[EMBEDDING] : 0;  // for the lookup's part
+    LoneMemory m = {.weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
+                    .gradients = zero < 2
+                                     ? 6 * whole
+                                     : 4 * own + (staged && zero == 3 ? 4 * whole + 2 * largest
+                                                                      : gradients_at_work(p, ends) + waits),
+                    .optimizer = 12 * (zero ? own : whole),
+                    .kept = held_of(c, first ? 0 : (int)c->pp - 1) * (layers * p->block + p->tokens) +
+                            (last ? p->head : 0) + p->always};
+    m.peak = m.weights + m.gradients + m.optimizer + m.kept + lone_beyond(p, last) +
+             (staged ? 2 * p->message : 0);
     return m;
 }
 
 LoneMemory lone_memory(const Config *c, const LoneParts *p) {
-    LoneMemory first = memory_of(c, p, true, c->pp == 1);
-    LoneMemory last = c->pp > 1 ? memory_of(c, p, false, true) : first;
+    LoneMemory first = lone_stage_memory(c, p, true, c->pp == 1);
+    LoneMemory last = c->pp > 1 ? lone_stage_memory(c, p, false, true) : first;
     return last.peak > first.peak ? last : first;
 }

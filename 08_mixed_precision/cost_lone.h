@@ -16,12 +16,14 @@ typedef struct LoneParts {
     double count[3], experts;                  // elements of a unit; of a block's experts here
     double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
     double expert_rows, message;               // of `block`, at its experts; (n, h) between stages
-    double extra;                              // beyond what is kept, at the peak of activations
+    double most[3];                            // at the peaks of activations: embedding, block, head
     double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
 LoneParts lone_parts(const Config *config);
 // Seconds of a step that a rank with the most blocks spends on recomputation, its collectives included.
 double lone_recomputes(const Config *config, const LoneParts *parts);
+// Bytes of activations beyond what a stage keeps, at its peak: in a block or, on the last stage, in the head.
+double lone_beyond(const LoneParts *parts, bool last);
 
 // Bytes of the fullest rank.
 typedef struct LoneMemory {
@@ -36,6 +38,8 @@ typedef struct Replicas {
 } Replicas;
 Replicas lone_replicas(const Config *config, bool experts);
 
+// Of the stage with the embedding, the head, or both; by the closed forms alone.
+LoneMemory lone_stage_memory(const Config *config, const LoneParts *parts, bool first, bool last);
 LoneMemory lone_memory(const Config *config, const LoneParts *parts);
 
 typedef struct LoneTime {

@@ -21,7 +21,7 @@
 
 enum { EMBEDDING, BLOCK, HEAD };
 enum { COUNTED_LAYERS = 256 };  // of a stage, at least; more are not counted one by one
-#define BEFORE_ALL_REDUCE 0.4  // of a block is computed before the first all-reduce of a pass, about
+#define BEFORE_ALL_REDUCE 0.4   // of a block is computed before the first all-reduce of a pass, about
 
 // ---- stages ----
 
@@ -267,46 +267,59 @@ static double walked(const Config *c, const LoneParts *p, const Stages *stages) 
     return last;
 }
 
-// What rank 0 of a pipeline, which has so many layers, holds by the records' closed forms.
-static LoneMemory first_rank(const Config *c, const LoneParts *p, int64_t layers) {
+// What a rank of a pipeline holds by the records' closed forms.
+static LoneMemory rank_memory(const Config *c, const LoneParts *p, int rank) {
     Mesh mesh = mesh_standing_for_all(layout_shape(c));
+    mesh.pp.rank = rank;
     Trainer *t = trainer_new(c, mesh, five_d_layouts());
+    const Pipeline *pipe = trainer_context(t, &pipeline);
     Price price = trainer_price(t);
-    LoneMemory first = {.weights = price_states(&price, t->model, MEMORY_PARAMETER),
-                        .gradients = price_states(&price, t->model, MEMORY_GRADIENT),
-                        .optimizer = price_states(&price, t->model, MEMORY_OPTIMIZER),
-                        .kept = pipeline_held_bytes(t)};
-    if (p->expert_rows > 0) {
-        const Pipeline *pipe = trainer_context(t, &pipeline);
-        first.kept += schedule_costs(&pipe->schedule, 0).held_to_b * (double)layers * p->expert_rows;
-    }
+    LoneMemory held = {.weights = price_states(&price, t->model, MEMORY_PARAMETER),
+                       .gradients = price_states(&price, t->model, MEMORY_GRADIENT),
+                       .optimizer = price_states(&price, t->model, MEMORY_OPTIMIZER),
+                       .kept = pipeline_held_bytes(t)};
+    double layers = 0;
+    for (int stage = 0; stage < pipe->schedule.stages; stage++)
+        if (schedule_has_stage(&pipe->schedule, rank, stage))
+            layers += pipe->chunk[stage].end_layer - pipe->chunk[stage].first_layer;
+    held.kept += schedule_costs(&pipe->schedule, rank).held_to_b * layers * p->expert_rows;
     trainer_free(t);
     mesh_end(&mesh);
-    return first;
+    return held;
 }
 
 // Each of these is a straight line, too, in the layers of a stage: of all stages so many are counted, or two
 // of each.
-static void staged_memory(const Config *c, const LoneParts *p, const Stages *s, LoneMemory *memory) {
+static LoneMemory staged_memory(const Config *c, const LoneParts *p, const Stages *s, int rank) {
+    // Tied, it would join the group of both copies of the embedding, in which only rank 0 is real.
+    if (c->tied && rank > 0) return lone_stage_memory(c, p, false, true);
     int64_t counted = COUNTED_LAYERS / s->count > 2 ? COUNTED_LAYERS / s->count : 2;
-    int64_t beyond = c->layers / s->count - counted, chunks = s->count / c->pp;
+    int64_t beyond = c->layers / s->count - counted;
     if (beyond < 0) beyond = 0;
     Config few = *c;
     few.layers -= beyond * s->count;
-    LoneMemory first = first_rank(&few, p, s->layers - beyond * chunks);
+    LoneMemory held = rank_memory(&few, p, rank);
     if (beyond > 0) {
         few.layers += s->count;
-        LoneMemory next = first_rank(&few, p, s->layers - (beyond - 1) * chunks);
-        first.weights += (double)beyond * (next.weights - first.weights);
-        first.gradients += (double)beyond * (next.gradients - first.gradients);
-        first.optimizer += (double)beyond * (next.optimizer - first.optimizer);
-        first.kept += (double)beyond * (next.kept - first.kept);
+        LoneMemory next = rank_memory(&few, p, rank);
+        held.weights += (double)beyond * (next.weights - held.weights);
+        held.gradients += (double)beyond * (next.gradients - held.gradients);
+        held.optimizer += (double)beyond * (next.optimizer - held.optimizer);
+        held.kept += (double)beyond * (next.kept - held.kept);
     }
     // With ZeRO-2, or with experts, only a run shows what is in use at once: then the closed form's bytes.
-    if (isnan(first.gradients)) first.gradients = memory->gradients;
-    if (isnan(first.weights)) first.weights = memory->weights;
-    first.peak = first.weights + first.gradients + first.optimizer + first.kept + p->extra;
-    *memory = first;
+    bool last = rank == c->pp - 1;
+    LoneMemory closed = lone_stage_memory(c, p, !last, last);
+    if (isnan(held.gradients)) held.gradients = closed.gradients;
+    if (isnan(held.weights)) held.weights = closed.weights;
+    held.peak = held.weights + held.gradients + held.optimizer + held.kept + lone_beyond(p, last);
+    return held;
+}
+
+// The first stage keeps the most micro-batches, the last one the logits.
+static LoneMemory fullest_memory(const Config *c, const LoneParts *p, const Stages *s) {
+    LoneMemory first = staged_memory(c, p, s, 0), last = staged_memory(c, p, s, (int)c->pp - 1);
+    return last.peak > first.peak ? last : first;
 }
 
 // Seconds of a stage's dry step of one micro-batch. Beyond the layers that are counted it is a straight line,
@@ -332,14 +345,13 @@ static double behind_micro_batch(const Config *c, const LoneParts *p, int64_t la
 LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
     Stages s = stages_of(c, p);
     LoneTime time = lone_time(c, p);
-    *memory = lone_memory(c, p);
     if (c->pp == 1) {
         time.step = one_stage(c, c->layers > 6 ? 5 : c->layers, memory);
         time.exposed_dp = fmax(time.step - time.computed - time.optimizer, 0);
         return time;
     }
     double makespan = walked(c, p, &s), behind = behind_micro_batch(c, p, s.layers);
-    staged_memory(c, p, &s, memory);
+    *memory = fullest_memory(c, p, &s);
     time.bubble = makespan - time.computed;
     time.exposed_dp = fmax(behind - time.optimizer, 0);
     time.step = makespan + behind;

@@ -27,8 +27,16 @@ passes "memory of ZeRO-3, which leaves out units in use" memory --model llama-3-
     --zero 3
 grep -q '(without the units in use, whose whole gradients and weights come on top)' "$out"
 report $? "and says that it leaves them out"
+run "$build/memory" --model llama-3-8b --dtype bf16 --seq 1024 --dp 8 --zero 3 &&
+    grep -q '80.0 GB: this fits, if the units in use fit in the rest.$' "$out"
+report $? "memory of ZeRO-3: it does not promise that they fit"
 grep -q "16-bit gradients of such units only, 2.01 GB less)" "$out"
 report $? "memory of ZeRO-3: by how much the formula is more than what this book's ranks hold"
+# Of each table a rank has ceil(257 / 2) rows.
+run "$build/memory" --layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 32 --vocab 257 --tp 2 --dtype f32 \
+    --json "$work/padded.json" &&
+    grep -A 1 '"parameters"' "$work/padded.json" | grep -q $((4 * (2 * 129 * 32 + 32 + 64 + 7 * 32 * 32 / 2)))
+report $? "memory of a vocabulary that --tp pads"
 refused "--temperature is for the sample, and --sample 0 writes none" train --sample 0 $small --steps 1 \
     --temperature 1
 refused "--sp shards rows over the ranks of --tp, and there is one" memory --sp

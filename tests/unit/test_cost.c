@@ -144,6 +144,29 @@ static void the_fullest_stage_counts(void **state) {
     assert_true(lone_memory(&c, &parts).peak >= 1e12);
     parts.count[0] = 1e12, parts.head = 0;
     assert_true(lone_memory(&c, &parts).peak >= 1e12);
+    c.tied = true;  // the last stage has a copy of the embedding, and the head
+    parts.head = 1e12;
+    assert_true(lone_stage_memory(&c, &parts, false, true).peak >= 21e12);
+}
+
+// The logits are not there while a stage without a head computes a block again.
+static void a_block_peaks_where_no_head_is(void **state) {
+    (void)state;
+    const LoneParts parts = {.block = 5, .head = 95, .most = {0, 50, 101}};
+    near(lone_beyond(&parts, false), 45, 0);
+    near(lone_beyond(&parts, true), 1, 0);
+    const LoneParts small = {.block = 5, .head = 20, .most = {0, 50, 26}};
+    near(lone_beyond(&small, true), 25, 0);
+}
+
+// Without expert parallelism the ranks of tp have copies of the experts, over which ZeRO does not shard.
+static void copies_of_experts_are_not_sharded(void **state) {
+    (void)state;
+    Config c = config_of("llama-3-8b");
+    c.dp = 4, c.cp = 1, c.tp = 2, c.ep = 1;
+    assert_int_equal(lone_replicas(&c, true).ranks, 4);
+    c.ep = 4;
+    assert_int_equal(lone_replicas(&c, true).ranks, 2);
 }
 
 // Seconds of a step on two stages of so many layers each, with ZeRO-1 over four ranks, and bytes of a rank.
@@ -206,6 +229,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(heads_of_k_and_v_are_copied),
         cmocka_unit_test(recomputation_sends_all_but_the_last),
         cmocka_unit_test(the_fullest_stage_counts),
+        cmocka_unit_test(a_block_peaks_where_no_head_is),
+        cmocka_unit_test(copies_of_experts_are_not_sharded),
         cmocka_unit_test(many_layers_continue_what_few_cost),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
