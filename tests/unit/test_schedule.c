@@ -384,9 +384,9 @@ static void a_pair_takes_its_own_time_and_its_outputs_leave_at_its_end(void **co
 
 static void a_shorter_pair_leaves_the_middle_of_dualpipe_idle_by_the_formula(void **context) {
     (void)context;
-    for (int p = 4; p <= 16; p += 4)
+    for (int p = 4; p <= 16; p += 2)
         for (int B = 10; B <= 20; B += 2)
-            for (int pair = B + 8; pair <= B + 18; pair += 2) {
+            for (int pair = B + 8; pair <= B + 20; pair += 2) {
                 const Durations d = {10, B, 8, pair, 0};
                 Schedule s = make(DUALPIPE, p, 2 * p);
                 ScheduleTimes times = schedule_times(&s, d);
