@@ -4,8 +4,8 @@
 #include <stdlib.h>
 
 typedef struct Range {
-    const Storage *storage;  // its request holds it
-    int64_t begin, end;      // bytes
+    Storage *storage;    // its request holds it
+    int64_t begin, end;  // bytes
     bool writes;
     int line;
     const void *request;
@@ -40,17 +40,19 @@ void in_flight_begin(Tensor t, bool writes, int line, const void *request,
     range.request = request;
     range.text = text;
     ranges[in_flight_count++] = range;
+    t.storage->in_flight++;
 }
 
 void in_flight_end(const void *request) {
     int kept = 0;
     for (int i = 0; i < in_flight_count; i++)
         if (ranges[i].request != request) ranges[kept++] = ranges[i];
+        else ranges[i].storage->in_flight--;
     in_flight_count = kept;
 }
 
 void in_flight_look(const char *who, Tensor t, bool writes, int line) {
-    if (!tensor_exists(t)) return;
+    if (!tensor_exists(t) || !t.storage->in_flight) return;
     Range mine = range_of(t, writes, line);
     for (int i = 0; i < in_flight_count; i++) {
         const Range *r = &ranges[i];

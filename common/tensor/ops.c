@@ -70,6 +70,7 @@ static void check_shape(const char *op, const Argument *a) {
 
 // What is written must share no memory with another argument, unless it may alias that one exactly.
 static void check_apart(const char *op, const Argument *out, const Argument *other) {
+    if (out->tensor.storage != other->tensor.storage) return;
     Tensor a = out->tensor, b = other->tensor;
     if (!tensor_overlaps(a, b)) return;
     CHECK(word_among(out->over, other->name) && a.offset == b.offset && a.dtype == b.dtype,

@@ -57,6 +57,8 @@ typedef struct Memory {
 
 const char *memory_kind_name(MemoryKind kind);
 Memory memory_account(void);
+// Replaces it, to go on as another rank (comm_act_as).
+void memory_set_account(const Memory *memory);
 // Resets the peaks to what is held now.
 void memory_reset_peak(void);
 // Sets the peaks back to those in `before`: what was allocated since then only inspected the run.
@@ -85,7 +87,7 @@ typedef struct Storage {  // one allocation, shared by counted references
     void *memory;
     size_t bytes;
     MemoryKind kind;
-    int references;
+    int references, in_flight;  // in_flight: requests that use it (in_flight.h)
 } Storage;
 
 enum { MAX_DIMS = 4 };
