@@ -109,7 +109,7 @@ static void in_a_node(Mesh mesh, const Config *config) {
 static void over_nodes(const Config *config) {
     enum { RANKS = 64, NODE = 8 };
     comm_stand_for_all(true);
-    Mesh mesh = mesh_standing_for_all((MeshShape){.dp = RANKS, .ep = RANKS});
+    Mesh mesh = mesh_standing_for_all((MeshShape){.dp = RANKS, .ep = RANKS}, 0);
     Config c = deepseek(config, mesh);
     c.gpus_per_node = NODE;
     clock_set_nodes(NODE);

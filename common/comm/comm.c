@@ -11,6 +11,7 @@
 
 #include "comm_inside.h"
 #include "launch.h"
+#include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/in_flight.h"
 
@@ -94,7 +95,7 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
         for (int j = 0; j < i; j++)
             CHECK(members[j] != members[i], "group %s: rank %d is in it twice", name, members[i]);
         copy[i] = members[i];
-        if (members[i] == (comm.for_all ? 0 : comm.rank)) group.rank = i;
+        if (members[i] == (comm.for_all ? comm.acts_as : comm.rank)) group.rank = i;
     }
     group.member = copy;
     group.name = format_text("%s", name);
@@ -120,6 +121,22 @@ Group comm_world(void) {
 void comm_stand_for_all(bool on) {
     CHECK(!on || device_is_dry_run(), "one rank can stand for all only in a dry run");
     comm.for_all = on;
+}
+
+StandIn comm_act_as(StandIn next) {
+    StandIn before = {.rank = comm.acts_as, .now = clock_model_now()};
+    CHECK(comm.for_all, "a rank that does not stand for all acts as no other");
+    clock_model_set(next.now);
+    comm.acts_as = next.rank;
+    for (int line = 0; line < COMM_LINES; line++) {
+        before.line_end[line] = comm.line[line].end;
+        comm.line[line].end = next.line_end[line];
+    }
+    for (int port = 0; port < 2; port++) {
+        before.port_free[port] = port_free_at[port];
+        port_free_at[port] = next.port_free[port];
+    }
+    return before;
 }
 
 // ---- groups that the data plane prepares ----

@@ -79,6 +79,16 @@ bool comm_set_check(bool on);
 // comm_group, and in those that are made this rank is rank 0, so that one process clocks a rank of a
 // cluster of any size. It cannot see differences between ranks, such as pipeline stages or uneven tokens.
 void comm_stand_for_all(bool on);
+// A rank as which it acts, and what each rank has of its own: the model clock, the ends of its lines, and
+// until when its ports are busy.
+typedef struct StandIn {
+    int rank;
+    double now, line_end[COMM_LINES], port_free[2];
+} StandIn;
+// With comm_stand_for_all: acts as this rank from now on. Returns the rank as which it has acted, and its
+// state, to return to later. So one process clocks ranks that differ, as the stages of a pipeline do, in
+// turn; when a message between them arrives, the caller decides.
+StandIn comm_act_as(StandIn next);
 // A group of these world ranks, in this order; `members` is copied. All ranks must make their groups in the
 // same sequence: the n-th call on each rank makes the n-th group. Ranks may name different members in the
 // n-th call, which then makes several groups that share no rank. No rank waits here, except with NCCL,

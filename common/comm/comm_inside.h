@@ -71,10 +71,11 @@ extern struct Comm {
     int rank, ranks, here;          // here: ranks of this machine
     double timeout, patience;       // patience: the timeout before one began to work
     bool check;                     // comm_set_check
-    bool for_all;        // comm_stand_for_all
-    Identity *identity;  // of each rank
-    Peer *peer;          // each rank
-    GroupMade *group;    // all groups that were made, by handle - 1
+    bool for_all;                   // comm_stand_for_all
+    int acts_as;                    // comm_act_as
+    Identity *identity;             // of each rank
+    Peer *peer;                     // each rank
+    GroupMade *group;               // all groups that were made, by handle - 1
     int groups;
     struct {
         Request *last, *noticing, *moving;
@@ -154,6 +155,7 @@ void describe_wait(char *text, size_t size);
 
 // For a call that this rank has reached: sets bytes, across, seconds and called, and takes its ports.
 void request_take_ports(Request *r);
+extern double port_free_at[];
 
 // ---- comm_requests.c ----
 

@@ -87,15 +87,16 @@ static void used_ports(const Collective *c, const Traffic *traffic, bool *used) 
     }
 }
 
+double port_free_at[PORTS];
+
 // The time at which this rank has reached the call and its ports are free. It then takes them for the
 // call's duration, as if the other members were ready: what others do later must not change times already
 // given out.
 static double pass_ports(const bool *used, double now, double seconds) {
-    static double free_at[PORTS];
     for (int port = 0; port < PORTS; port++)
-        if (used[port] && free_at[port] > now) now = free_at[port];
+        if (used[port] && port_free_at[port] > now) now = port_free_at[port];
     for (int port = 0; port < PORTS; port++)
-        if (used[port]) free_at[port] = now + seconds;
+        if (used[port]) port_free_at[port] = now + seconds;
     return now;
 }
 

@@ -101,15 +101,16 @@ Mesh mesh_single(void) {
     return mesh;
 }
 
-Mesh mesh_standing_for_all(MeshShape s) {
+Mesh mesh_standing_for_all(MeshShape s, int rank) {
     s = complete(s);
     Mesh mesh = mesh_single();
     int ranks = s.dp * s.pp * s.cp * s.tp;
     for (int axis = 0; axis < MESH_AXES; axis++) {
         int *members = host_alloc(sizeof *members * (size_t)ranks);
-        int size = mesh_members(s, axis, 0, members);
-        *mesh_group(&mesh, axis) = (Group){
-            .size = size, .name = axes[axis].name, .member = members, .line = axes[axis].line};
+        Group group = {.name = axes[axis].name, .member = members, .line = axes[axis].line};
+        group.size = mesh_members(s, axis, rank, members);
+        while (members[group.rank] != rank) group.rank++;
+        *mesh_group(&mesh, axis) = group;
     }
     return mesh;
 }

@@ -60,9 +60,10 @@ Mesh mesh_single(void);
 // communicates most stays within a node (Megatron-LM's order). Collective. If the product of the degrees is
 // not the number of ranks it is fatal, naming the flags and what would fit.
 Mesh mesh_new(MeshShape shape);
-// The grid of a cluster of any size as seen by its rank 0, for comm_stand_for_all: no group is made. The
-// caller ends it with mesh_end, which is for no other grid, since groups live until comm_finish.
-Mesh mesh_standing_for_all(MeshShape shape);
+// The grid of a cluster of any size as seen by one of its ranks, for comm_stand_for_all (and, if that is not
+// rank 0, comm_act_as): no group is made. The caller ends it with mesh_end, which is for no other grid,
+// since groups live until comm_finish.
+Mesh mesh_standing_for_all(MeshShape shape, int rank);
 void mesh_end(Mesh *mesh);
 void mesh_check(MeshShape shape, int ranks);  // fatal as mesh_new, which calls it; not collective
 Group *mesh_group(Mesh *mesh, MeshAxis axis);

@@ -64,7 +64,7 @@ typedef struct OpenMark {
     OpCount at_push;  // the totals then
 } OpenMark;
 
-enum { MAX_OPEN_MARKS = 32 };
+enum { MAX_OPEN_MARKS = 96 };
 
 static struct {
     const Machine *machine;
@@ -146,6 +146,8 @@ int clock_node(int rank) {
 }
 
 double clock_model_now(void) { return state.model_now; }
+
+void clock_model_set(double now) { state.model_now = now; }
 
 double clock_model_wait(double until) {
     double stood = until > state.model_now ? until - state.model_now : 0;

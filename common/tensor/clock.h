@@ -84,6 +84,8 @@ void clock_reset(void);
 
 // Model time of the compute stream, in seconds: when everything issued so far is done.
 double clock_model_now(void);
+// Sets it, to go on as another rank (comm_act_as).
+void clock_model_set(double now);
 // Makes the compute stream wait until then; returns the seconds that it was idle.
 double clock_model_wait(double until);
 // Seconds that a collective takes, named as in comm.h, in a group of n members with `per_node` of them on

@@ -23,6 +23,8 @@ const char *memory_kind_name(MemoryKind kind) {
 
 Memory memory_account(void) { return account; }
 
+void memory_set_account(const Memory *memory) { account = *memory; }
+
 void memory_reset_peak(void) {
     memcpy(account.peak, account.now, sizeof account.peak);
     account.peak_total = account.now_total;

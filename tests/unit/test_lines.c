@@ -267,6 +267,36 @@ static void a_receive_keeps_no_port(void) {
     tensor_free(&t);
 }
 
+// One process acts as ranks 0 and 2 in turn: each has a clock, lines and ports of its own.
+static void acting_as_another_rank(void) {
+    if (me > 0) return;
+    device_dry_run(true);
+    comm_stand_for_all(true);
+    const MeshShape shape = {.pp = 2, .dp = 2};
+    Mesh first = mesh_standing_for_all(shape, 0), last = mesh_standing_for_all(shape, 2);
+    if (first.pp.rank != 0 || last.pp.rank != 1 || last.dp.member[last.dp.rank] != 2)
+        note("ranks 0 and 2 are %d and %d of pp", first.pp.rank, last.pp.rank);
+    StandIn home = comm_act_as((StandIn){.rank = 0, .now = 1});
+    Tensor t = filled(1000000, 1);
+    Request *request = comm_all_reduce(t, REDUCE_SUM, first.dp);  // its line and port are busy
+    compute(1);
+    double here = clock_model_now();
+    StandIn zero = comm_act_as((StandIn){.rank = 2, .now = 1});
+    expect_near("the clock of rank 2", clock_model_now(), 1);
+    comm_wait(comm_all_reduce(t, REDUCE_SUM, last.dp));
+    expect_near("what rank 2 waits", clock_model_now() - 1, all_reduce_seconds(2, 2));
+    StandIn two = comm_act_as(zero);
+    expect_near("the clock of rank 0", clock_model_now(), here);
+    comm_wait(request);
+    comm_act_as(two);
+    expect_near("the clock of rank 2 again", clock_model_now() - 1, all_reduce_seconds(2, 2));
+    comm_act_as(home);
+    tensor_free(&t);
+    mesh_end(&first), mesh_end(&last);
+    comm_stand_for_all(false);
+    device_dry_run(false);
+}
+
 // Rank 0's port is busy with what it shares with 1; so 2 gets what it shares with 0 later.
 static void who_waits_for_a_port_keeps_the_others_waiting(void) {
     if (n < 3) return;
@@ -422,8 +452,7 @@ static void scenario(const char *name) {
     }
     if (IS("host-writes")) {
         float values[1024] = {0};
-        Request *request =
-            comm_send_receive(a, (me + 1) % n, filled(1024, 0), (me + n - 1) % n, blue);
+        Request *request = comm_send_receive(a, (me + 1) % n, filled(1024, 0), (me + n - 1) % n, blue);
         tensor_from_host(a, values);
         comm_wait(request);
     }
@@ -479,6 +508,7 @@ static const RankTest tests[] = {
     TEST(two_lines_take_turns_on_one_port),
     TEST(different_ports_run_side_by_side),
     TEST(a_receive_keeps_no_port),
+    TEST(acting_as_another_rank),
     TEST(who_waits_for_a_port_keeps_the_others_waiting),
     TEST(a_line_goes_on_when_its_last_request_has_ended),
     TEST(the_clock_of_all_lines_knows_no_load),
