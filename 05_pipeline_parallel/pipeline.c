@@ -55,11 +55,13 @@ static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
     return micro;
 }
 
-// Starts this rank's receives of all messages before place `until` in the order.
-static void start_receives(Pipeline *p, Model *m, int until) {
+// Starts this rank's receives of all messages that come before what the action at this position sends.
+void pipeline_start_receives(Pipeline *p, Model *m, int position) {
+    int rank = m->mesh.pp.rank;
+    int until = pipeline_messages_by(p, p->next, rank, p->times.end[rank][position]);
     for (; p->next < until; p->next++) {
         const Message *message = &p->message[p->next];
-        if (message->to != m->mesh.pp.rank) continue;
+        if (message->to != rank) continue;
         size_t slot = schedule_slot(&p->schedule, taker_of(message->pass));
         MicroBatch *micro = begin_micro_batch(p, m, message->pass.micro_batch);
         int64_t rows = m->sockets.region.rows(m->sockets.region.context, micro);
@@ -118,7 +120,7 @@ void pipeline_compute(Pipeline *p, Model *m, StagePass pass) {
 }
 
 // Sends the pass's output; after a micro-batch's last pass on this rank, frees what the micro-batch kept.
-static void end_pass(Pipeline *p, Model *m, StagePass pass) {
+void pipeline_end_pass(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = &p->micro[pass.micro_batch];
     if (pass.kind == PASS_F) {
         if (++p->held > p->most_held) p->most_held = p->held;
@@ -142,7 +144,7 @@ static void run_action(Pipeline *p, Model *m, const Action *action) {
     if (pair) p->together(p->together_context, p, m, action);
     for (int i = 0; i < action->passes; i++) {
         if (!pair) pipeline_compute(p, m, action->pass[i]);
-        end_pass(p, m, action->pass[i]);
+        pipeline_end_pass(p, m, action->pass[i]);
     }
 }
 
@@ -156,25 +158,28 @@ static void pass_idle_unit(Model *m, int unit) {
     sockets->gradients.ready(sockets->gradients.context, m, unit, true);
 }
 
-static void begin_step(const Pipeline *p, Model *m) {
+static void begin_step(Pipeline *p, Model *m, const StepInput *input) {
+    p->input = input;
+    p->next = p->finished = p->held = 0;
+    for (int i = 0; i < p->schedule.micro_batches; i++) p->passes_left[i] = -1;
     for (int unit = 0; unit < m->params.units; unit++) m->ready_left[unit] = p->finals[unit];
     for (int unit = 0; unit < m->params.units; unit++)
         if (p->idle[unit]) pass_idle_unit(m, unit);
 }
 
-static void run(void *context, Model *m, const StepInput *input) {
-    Pipeline *p = context;
-    const Schedule *s = &p->schedule;
-    int rank = m->mesh.pp.rank;
-    const ActionList *list = &s->list[rank];
-    p->input = input;
-    p->next = p->finished = p->held = 0;
-    begin_step(p, m);
-    for (int i = 0; i < s->micro_batches; i++) p->passes_left[i] = -1;
+static void run_list(Pipeline *p, Model *m) {
+    const ActionList *list = &p->schedule.list[m->mesh.pp.rank];
     for (int i = 0; i < list->count; i++) {
-        start_receives(p, m, pipeline_messages_by(p, p->next, rank, p->times.end[rank][i]));
+        pipeline_start_receives(p, m, i);
         run_action(p, m, &list->action[i]);
     }
+}
+
+static void run(void *context, Model *m, const StepInput *input) {
+    Pipeline *p = context;
+    begin_step(p, m, input);
+    if (p->instead) p->instead(p->instead_context, m);
+    else run_list(p, m);
     for (int i = 0; i < 2; i++) {
         if (p->sending[i]) comm_wait(p->sending[i]);
         p->sending[i] = NULL;

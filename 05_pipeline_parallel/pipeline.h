@@ -66,16 +66,36 @@ struct Pipeline {
     // Computes both passes of a pair (pipeline_compute), one beside the other; NULL: one after the other.
     void (*together)(void *context, Pipeline *pipeline, Model *model, const Action *action);
     void *together_context;
+    // Runs the rank's list; NULL: in its order.
+    void (*instead)(void *context, Model *model);
+    void *instead_context;
 };
-// All of a pass, except sending its output and freeing memory.
+// What a rank does for each action in its list: start its receives; compute each pass, all but sending its
+// output and freeing memory; and that.
+void pipeline_start_receives(Pipeline *pipeline, Model *model, int position);
 void pipeline_compute(Pipeline *pipeline, Model *model, StagePass pass);
+void pipeline_end_pass(Pipeline *pipeline, Model *model, StagePass pass);
 
 int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double end);
 // How often a micro-batch's Ws add to the embedding's gradient on this rank: if tied, the head's as well.
 int pipeline_embedding_parts(const Pipeline *pipeline, const Model *model, int micro_batch);
 
-// pipeline_clock.c: how long the passes of a step take on the model clock, given the durations of a stage's
-// F, B and W, and the bytes of a message.
+// ---- pipeline_clock.c: how long the passes of a step take on the model clock ----
+// What a rank does, each with the time that it begins: it starts the receives before an action in its list
+// (NULL: that takes no time), computes a pass, and ends it. The latter two return when they have ended;
+// *sent is when the pass's message, if it has one, has taken its port.
+typedef struct PassClock {
+    void (*receive)(void *context, int rank, int position, double now);
+    double (*compute)(void *context, int rank, StagePass pass, double now);
+    double (*end)(void *context, int rank, StagePass pass, double now, double *sent);
+    void *context;
+} PassClock;
+// Walks through a step that each rank begins at end[rank], with messages of so many bytes; sets end (ranks)
+// to when each rank has computed all its passes and sent all its messages.
+void pipeline_walk(const Pipeline *pipeline, const PassClock *clock, double message_bytes, double *end);
+// Whether a message goes to another node.
+bool pipeline_goes_across(const Pipeline *pipeline, int from, int to);
+// When the last rank ends, given the durations of a stage's F, B and W.
 double pipeline_makespan(const Pipeline *pipeline, Durations of_stage, double message_bytes);
 
 // pipeline_nodes.c: a pipeline across nodes, on 16 ranks, compared with tensor parallelism.

@@ -22,17 +22,16 @@
 
 // One rank's walk: what pipeline.c does, and when.
 typedef struct Walk {
-    double now;           // when the actions that it has walked end
-    int action, next;     // in its list; in the messages, as Pipeline.next
-    bool receiving;       // the receives that come before this action have been started
-    double line_end[2];   // by direction: the end of the last message that ran …
-    double sent_end[2];   // … and of the last that it sent, for which its next send waits
-    double port_free[2];  // when the port to its node, and the one across nodes, are free
+    double now;          // when the actions that it has walked end
+    int action, next;    // in its list; in the messages, as Pipeline.next
+    bool receiving;      // the receives that come before this action have been started
+    double line_end[2];  // by direction: the end of the last message that ran …
+    double sent_end[2];  // … and of the last that it sent, for which its next send waits
 } Walk;
 
 typedef struct Clock {
     const Pipeline *p;
-    Durations d;           // of a stage
+    const PassClock *of;
     double hop[2];         // inside a node, and across
     double *sent, *asked;  // (messages) when their senders and their receivers have started them
     double *arrived;       // (slots) when a pass's output is on the other rank
@@ -41,39 +40,35 @@ typedef struct Clock {
 
 static int line_of(StagePass pass) { return pass.kind == PASS_F ? 0 : 1; }
 
-static bool goes_across(const Clock *c, const Message *message) {
-    const int *rank = c->p->forward.member;
-    return clock_node(rank[message->from]) != clock_node(rank[message->to]);
-}
-
-static double seconds_of(const Clock *c, StagePass pass) {
-    if (pass.kind == PASS_F) return c->d.F;
-    return (pass.kind != PASS_W ? c->d.B : 0) + (pass.kind != PASS_B ? c->d.W : 0);
+bool pipeline_goes_across(const Pipeline *p, int from, int to) {
+    const int *rank = p->forward.member;
+    return clock_node(rank[from]) != clock_node(rank[to]);
 }
 
 static void start_receives(Clock *c, Walk *w, int rank) {
     int until = pipeline_messages_by(c->p, w->next, rank, c->p->times.end[rank][w->action]);
     for (; w->next < until; w->next++)
         if (c->p->message[w->next].to == rank) c->asked[w->next] = w->now;
+    if (c->of->receive) c->of->receive(c->of->context, rank, w->action, w->now);
 }
 
-static void start_send(Clock *c, Walk *w) {
-    const Message *message = &c->p->message[w->next];
-    bool across = goes_across(c, message);
-    w->now = fmax(w->now, w->sent_end[line_of(message->pass)]);
-    double start = fmax(w->now, w->port_free[across]);
-    w->port_free[across] = start + c->hop[across];
-    c->sent[w->next++] = start;
+static void end_pass(Clock *c, Walk *w, int rank, StagePass pass) {
+    bool sends = schedule_sends_to(&c->p->schedule, pass) != NO_RANK;
+    double sent = 0;
+    if (sends) w->now = fmax(w->now, w->sent_end[line_of(pass)]);
+    w->now = c->of->end(c->of->context, rank, pass, w->now, &sent);
+    if (sends) c->sent[w->next++] = sent;
 }
 
-static void run_action(Clock *c, Walk *w, const Action *action) {
+static void run_action(Clock *c, Walk *w, int rank) {
     const Schedule *s = &c->p->schedule;
+    const Action *action = &s->list[rank].action[w->action++];
     for (int i = 0; i < action->passes; i++) {
         StagePass pass = action->pass[i], needed;
         if (schedule_needs(s, pass, &needed) && schedule_receives_from(s, pass) != NO_RANK)
             w->now = fmax(w->now, c->arrived[schedule_slot(s, needed)]);
-        w->now += seconds_of(c, pass);
-        if (schedule_sends_to(s, pass) != NO_RANK) start_send(c, w);
+        w->now = c->of->compute(c->of->context, rank, pass, w->now);
+        end_pass(c, w, rank, pass);
     }
 }
 
@@ -83,7 +78,7 @@ static void walk_to(Clock *c, int rank, int place) {
     Walk *w = &c->walk[rank];
     while (w->next < place && w->action < list->count) {
         if (!w->receiving) start_receives(c, w, rank);
-        else run_action(c, w, &list->action[w->action++]);
+        else run_action(c, w, rank);
         w->receiving = !w->receiving;
     }
 }
@@ -95,27 +90,64 @@ static void run_message(Clock *c, int i) {
     Walk *from = &c->walk[message->from], *to = &c->walk[message->to];
     int line = line_of(message->pass);
     double begin = fmax(fmax(c->sent[i], c->asked[i]), fmax(from->line_end[line], to->line_end[line]));
-    double end = begin + c->hop[goes_across(c, message)];
+    double end = begin + c->hop[pipeline_goes_across(c->p, message->from, message->to)];
     from->line_end[line] = to->line_end[line] = from->sent_end[line] = end;
     c->arrived[schedule_slot(&c->p->schedule, message->pass)] = end;
 }
 
-double pipeline_makespan(const Pipeline *p, Durations d, double bytes) {
+static void set_hops(double *hop, double bytes) {
     Traffic message = {1, bytes, 0}, none = {0};
+    hop[0] = clock_transfers_seconds(message, none);
+    hop[1] = clock_transfers_seconds(none, message);
+}
+
+void pipeline_walk(const Pipeline *p, const PassClock *clock, double bytes, double *end) {
     size_t slots = schedule_slots(&p->schedule), messages = (size_t)p->messages;
-    Clock c = {.p = p,
-               .d = d,
-               .hop = {clock_transfers_seconds(message, none), clock_transfers_seconds(none, message)},
-               .sent = calloc(2 * messages + slots, sizeof *c.sent)};
+    Clock c = {.p = p, .of = clock, .sent = calloc(2 * messages + slots, sizeof *c.sent)};
     CHECK(c.sent, "out of host memory for the times of %zu messages", messages);
     c.asked = c.sent + messages, c.arrived = c.asked + messages;
+    set_hops(c.hop, bytes);
+    for (int rank = 0; rank < p->schedule.ranks; rank++) c.walk[rank].now = end[rank];
     for (int i = 0; i < p->messages; i++) run_message(&c, i);
-    double end = 0;
     for (int rank = 0; rank < p->schedule.ranks; rank++) {
         walk_to(&c, rank, INT_MAX);
-        for (int line = 0; line < 2; line++) end = fmax(end, c.walk[rank].sent_end[line]);
-        end = fmax(end, c.walk[rank].now);
+        const Walk *w = &c.walk[rank];
+        end[rank] = fmax(w->now, fmax(w->sent_end[0], w->sent_end[1]));
     }
     free(c.sent);
-    return end;
+}
+
+// ---- with the same durations on every stage ----
+
+typedef struct Uniform {
+    const Pipeline *p;
+    Durations d;
+    double hop[2], port_free[RANKS_MOST][2];  // inside a node, and across: each way has its port
+} Uniform;
+
+static double compute(void *context, int rank, StagePass pass, double now) {
+    (void)rank;
+    const Durations *d = &((Uniform *)context)->d;
+    if (pass.kind == PASS_F) return now + d->F;
+    return now + (pass.kind != PASS_W ? d->B : 0) + (pass.kind != PASS_B ? d->W : 0);
+}
+
+static double send(void *context, int rank, StagePass pass, double now, double *sent) {
+    Uniform *u = context;
+    int to = schedule_sends_to(&u->p->schedule, pass);
+    if (to == NO_RANK) return now;
+    bool across = pipeline_goes_across(u->p, rank, to);
+    *sent = fmax(now, u->port_free[rank][across]);
+    u->port_free[rank][across] = *sent + u->hop[across];
+    return now;
+}
+
+double pipeline_makespan(const Pipeline *p, Durations d, double bytes) {
+    Uniform uniform = {.p = p, .d = d};
+    set_hops(uniform.hop, bytes);
+    PassClock clock = {NULL, compute, send, &uniform};
+    double end[RANKS_MOST] = {0}, last = 0;
+    pipeline_walk(p, &clock, bytes, end);
+    for (int rank = 0; rank < p->schedule.ranks; rank++) last = fmax(last, end[rank]);
+    return last;
 }
