@@ -75,7 +75,7 @@ LoneParts lone_parts(const Config *config) {
     c.layers = 1, c.grad_acc = MICRO_BATCHES, c.pp = 1;
     c.dp = c.ep > rows ? c.ep / rows : 1;  // as few as the experts take
     config_set(&c, "zero", 0);
-    Mesh mesh = mesh_standing_for_all(layout_shape(&c));
+    Mesh mesh = mesh_standing_for_all(layout_shape(&c), 0);
     Trainer *t = trainer_new(&c, mesh, five_d_layouts());
     LoneParts parts = {.tokens = 0};
     model_begin_step(t->model, 1000);
@@ -120,6 +120,8 @@ static double shard_of(double elements, int ranks) {
     return (double)zero_part((int64_t)elements, 0, ranks, &first);
 }
 
+static bool waiting_ws(const Config *c) { return c->pp > 1 && config_number(c, "schedule") == ZB_H1; }
+
 // Micro-batches of a stage that a rank holds at once.
 static double held_of(const Config *c, int rank) {
     if (c->pp == 1) return 1;
@@ -162,14 +164,15 @@ LoneMemory lone_stage_memory(const Config *c, const LoneParts *p, bool first, bo
     double at_work = fmin(largest + block, whole),
            ends = fmax(units[EMBEDDING] * p->count[EMBEDDING], units[HEAD] * p->count[HEAD]);
     double waits = c->tied && first && last ? 2 * p->count[EMBEDDING] : 0;  // for the lookup's part
+    // W needs the gradient of the logits: where it waits, there is one for each micro-batch.
+    double held = held_of(c, first ? 0 : (int)c->pp - 1), heads = !last ? 0 : waiting_ws(c) ? held : 1;
     LoneMemory m = {.weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
                     .gradients = zero < 2
                                      ? 6 * whole
                                      : 4 * own + (staged && zero == 3 ? 4 * whole + 2 * largest
                                                                       : gradients_at_work(p, ends) + waits),
                     .optimizer = 12 * (zero ? own : whole),
-                    .kept = held_of(c, first ? 0 : (int)c->pp - 1) * (layers * p->block + p->tokens) +
-                            (last ? p->head : 0) + p->always};
+                    .kept = held * (layers * p->block + p->tokens) + heads * p->head + p->always};
     m.peak = m.weights + m.gradients + m.optimizer + m.kept + lone_beyond(p, last) +
              (staged ? 2 * p->message : 0);
     return m;

@@ -49,7 +49,13 @@ typedef struct LoneTime {
 } LoneTime;
 // By the closed forms alone, a microsecond a layout.
 LoneTime lone_time(const Config *config, const LoneParts *parts);
-// A dry step, clocked: exact with one stage; with several, the schedule's walk with the stages' times.
+// A dry step, clocked, with the memory of the fullest rank.
 LoneTime lone_step(const Config *config, const LoneParts *parts, LoneMemory *memory);
+// The same of a pipeline alone, whose messages have so many bytes.
+typedef struct LoneStep {
+    double seconds, walked;  // of the step, and until the last pass and message have ended
+    LoneMemory memory;
+} LoneStep;
+LoneStep lone_pipeline(const Config *config, double message_bytes);
 
 #endif

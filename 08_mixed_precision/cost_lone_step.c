@@ -2,35 +2,30 @@
 // over all layouts; and clocked, for those that remain. Playbook: "Finding the Best Training Configuration",
 // appendix A3.
 //
-//     closed form   (m - 1) (t + 2 h (p - 1) / p)  +  sum of all stages t_i  +  2 (p - 1) h     1F1B
-//                   t of the slowest stage, h a message's hop; interleaved: a v-th of the bubble; ZB-H1 is
-//                   priced as 1F1B, for the clock to tell them apart
+//     closed form   m t  +  (p - 1) t'  +  2 (m - 1) h (p - 1) / p  +  2 (p - 1) h      1F1B
+//                   t of the slowest stage, t' of the mean one, h a message's hop; interleaved: a v-th of
+//                   the bubble, (p - 1) t'; ZB-H1: W fills a part of it
 //                 + gradients and weights of data parallelism, less what is computed beside them
 //                 + optimizer
 //     clocked       one stage: a dry step of few layers and micro-batches, continued along both, in which a
-//                   step is a straight line; several: the schedule's walk with each stage's times, and
-//                   behind it what such a dry step of a stage adds to its micro-batch
+//                   step is a straight line; several: cost_lone_pipeline.c
 //
 // This file has no main: find_config.c uses it.
 #include <math.h>
 #include <stdlib.h>
 
-#include "05_pipeline_parallel/pipeline.h"
 #include "cost_lone.h"
 #include "five_d.h"
 
 enum { EMBEDDING, BLOCK, HEAD };
-enum { COUNTED_LAYERS = 256 };  // of a stage, at least; more are not counted one by one
-#define BEFORE_ALL_REDUCE 0.4   // of a block is computed before the first all-reduce of a pass, about
 
 // ---- stages ----
 
 typedef struct Stages {
-    int count;
-    double forward[STAGES_MOST], backward[STAGES_MOST];
-    double all, slowest;  // of a rank's stages, both passes
+    int count, layers;       // layers: of rank 0
+    double all, slowest;     // seconds of all stages, and of the slowest rank's, both passes
+    double forward, weight;  // of all: F, and W
     double hop;
-    int layers;  // of rank 0
 } Stages;
 
 static double hop_seconds(const Config *c, const LoneParts *p) {
@@ -46,11 +41,12 @@ static Stages stages_of(const Config *c, const LoneParts *p) {
     double rank[RANKS_MOST] = {0};
     for (int i = 0; i < s.count; i++) {
         int layers = (int)(c->layers / s.count + (i < c->layers % s.count));
-        bool first = i == 0, last = i == s.count - 1;
-        s.forward[i] = layers * p->forward[BLOCK] + first * p->forward[EMBEDDING] + last * p->forward[HEAD];
-        s.backward[i] =
-            layers * p->backward[BLOCK] + first * p->backward[EMBEDDING] + last * p->backward[HEAD];
-        rank[i % c->pp] += s.forward[i] + s.backward[i];
+        const int units[] = {i == 0, layers, i == s.count - 1};
+        for (int unit = 0; unit < 3; unit++) {
+            rank[i % c->pp] += units[unit] * (p->forward[unit] + p->backward[unit]);
+            s.forward += units[unit] * p->forward[unit];
+            s.weight += units[unit] * (p->backward[unit] - p->input[unit]);
+        }
         if (i % c->pp == 0) s.layers += layers;
     }
     for (int i = 0; i < c->pp; i++) {
@@ -63,12 +59,16 @@ static Stages stages_of(const Config *c, const LoneParts *p) {
 // ---- closed forms ----
 
 static double pipelined(const Config *c, const Stages *s) {
-    double p = (double)c->pp, m = (double)c->grad_acc, mean = s->all / p;
+    double p = (double)c->pp, m = (double)c->grad_acc;
     if (c->pp == 1) return m * s->slowest;
     int chunks = s->count / (int)c->pp;
-    double wait = 2 * s->hop * (p - 1) / p;
-    if (chunks == 1) return (m - 1) * (s->slowest + wait) + s->all + 2 * (p - 1) * s->hop;
-    return m * s->slowest + (p - 1) * mean / chunks + 2 * (p * chunks - 1) * s->hop;
+    double bubble = (p - 1) / p * s->all / chunks, wait = 2 * s->hop * (p - 1) / p;
+    if (config_number(c, "schedule") == ZB_H1) {  // W fills what it can, and the time that messages take
+        bubble -= (p - 1) / p * fmin(2 * s->weight, s->forward + s->weight);
+        wait = 0;
+    }
+    if (chunks == 1) return m * s->slowest + (m - 1) * wait + bubble + 2 * (p - 1) * s->hop;
+    return m * s->slowest + bubble + 2 * (p * chunks - 1) * s->hop;
 }
 
 static double over_replicas(Replicas r, const char *name, double bytes) {
@@ -92,45 +92,55 @@ static Exchange exchange_of(const Config *c, double elements, double experts) {
                           over_replicas(few, "all_gather", weight * experts)};
 }
 
-// Whether the ranks of data parallelism have neighbours in the node, and so use the same port as tp.
-static bool replicas_near(const Config *c) {
-    return c->dp * c->cp > 1 && clock_node(0) == clock_node((int)c->tp);
+// Ports of a rank that a group of so many ranks, so far apart, uses: 1 to its node, 2 to other nodes.
+static unsigned ports_of(int64_t ranks, int64_t stride) {
+    if (ranks < 2) return 0;
+    return (clock_node(0) == clock_node((int)stride) ? 1 : 0) |
+           (clock_node(0) != clock_node((int)(stride * (ranks - 1))) ? 2 : 0);
+}
+
+// Reductions and gathers are hidden until a block's first own collective on the same port, which waits for
+// them. Which part of a block's pass comes before it, about:
+static double beside_reductions(const Config *c, bool backward) {
+    unsigned ports = ports_of(c->dp * c->cp, c->tp);
+    double part = 1;
+    if (ports & ports_of(c->tp, 1)) part = config_number(c, "sp") ? 0 : 0.4;
+    if (ports & ports_of(c->cp, c->tp)) part = fmin(part, backward ? 0.5 : 0.1);
+    if (ports & ports_of(c->ep, 1)) part = fmin(part, backward ? 0 : 0.4);
+    return part;
 }
 
 // The delay of a stage's last message beyond the end of its compute: each block's gradients are reduced as
 // soon as they are final, and whatever needs the same port then waits, both the message and the collectives
-// with which the next block's backward begins.
+// with which the next block's backward begins. (Not with ZB-H1: a B's message leaves before its W.)
 static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
-    int stride = (int)(c->tp * c->cp * c->dp);
-    if (c->dp * c->cp == 1) return 0;
-    bool near = replicas_near(c), far = clock_node(0) != clock_node(stride - 1);
-    bool hop_near = clock_node(0) == clock_node(stride), shared = hop_near ? near : far;
+    if (config_number(c, "schedule") == ZB_H1 || config_number(c, "zero") == 2) return 0;
+    unsigned ports = ports_of(c->dp * c->cp, c->tp);
+    bool shared = ports & ports_of(2, c->tp * c->cp * c->dp);
     Exchange block = exchange_of(c, p->count[BLOCK], p->experts);
     double seconds = block.sums + (config_number(c, "zero") == 0 ? block.weights : 0);
-    if (config_number(c, "sp") && near) return (layers - 1 + shared) * seconds;
-    return shared ? seconds + (layers - 1) * fmax(seconds - p->backward[BLOCK], 0) : 0;
+    double waits = fmax(seconds - beside_reductions(c, true) * p->backward[BLOCK], 0);
+    return (layers - 1) * waits + (shared ? seconds : 0);
 }
 
 // What the blocks do not hide. ZeRO-3 gathers a unit while the one before computes, and reduces it while the
-// one after computes, in each micro-batch; the other stages do so once a step. If tp uses the same port,
-// they are hidden only until a block's first collective, which then waits.
+// one after computes, in each micro-batch, and ZeRO-2 reduces in each; else that happens once a step.
 static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
     int zero = (int)config_number(c, "zero");
     bool whole = c->pp == 1;
     double ends = p->count[EMBEDDING] + (whole ? p->count[HEAD] : 0), L = s->layers,
            m = (double)c->grad_acc;
-    double beside = c->tp == 1 || !replicas_near(c) ? 1 : config_number(c, "sp") ? 0 : BEFORE_ALL_REDUCE;
-    double forward = beside * p->forward[BLOCK], backward = beside * p->backward[BLOCK];
+    double forward = beside_reductions(c, false) * p->forward[BLOCK],
+           backward = beside_reductions(c, true) * p->backward[BLOCK];
     Exchange block = exchange_of(c, p->count[BLOCK], p->experts), end = exchange_of(c, ends, 0);
     if (zero == 3 && whole)
         return m *
                (L * (fmax(block.weights - forward, 0) + fmax(block.weights + block.sums - backward, 0)) +
                 end.weights + 0.5 * end.sums);
-    forward *= L, backward *= L;
     double sums = L * block.sums + end.sums, weights = L * block.weights + end.weights;
-    if (zero == 0) return fmax(sums + weights - backward, block.sums + block.weights);
-    double times = zero == 2 && whole ? m : 1;
-    return times * fmax(sums - backward, block.sums) + fmax(weights - forward, end.weights / 2);
+    if (zero == 0) return fmax(sums + weights - L * backward, block.sums + block.weights);
+    double times = zero == 2 ? m : 1;
+    return times * fmax(sums - L * backward, 0) + block.sums + fmax(weights - L * forward, end.weights / 2);
 }
 
 LoneTime lone_time(const Config *c, const LoneParts *p) {
@@ -157,7 +167,7 @@ LoneTime lone_time(const Config *c, const LoneParts *p) {
 static StepCost dry_step(const Config *config, int64_t layers, int64_t micro_batches, bool tied) {
     Config c = *config;
     c.layers = layers, c.grad_acc = micro_batches, c.pp = 1, c.tied = tied;
-    Mesh mesh = mesh_standing_for_all(layout_shape(&c));
+    Mesh mesh = mesh_standing_for_all(layout_shape(&c), 0);
     StepCost cost = program_cost(&c, mesh, five_d_layouts());
     mesh_end(&mesh);
     return cost;
@@ -202,158 +212,17 @@ static double one_stage(const Config *c, int64_t layers, LoneMemory *memory) {
     return continued(&step, L, m);
 }
 
-// A rank's clock on the walk, and until when the port to the next stage is busy.
-typedef struct WalkRank {
-    double now, port;
-} WalkRank;
-
-typedef struct Walk {
-    const Config *config;
-    const LoneParts *parts;
-    const Stages *stages;
-    const Schedule *schedule;
-    double *arrives;  // of each slot: when its output is at the rank that needs it
-    bool gathers;     // each pass begins with a collective on the messages' port
-} Walk;
-
-static double pass_seconds(const Walk *w, StagePass pass) {
-    double apart = w->parts->input[BLOCK] / w->parts->backward[BLOCK];
-    if (pass.kind == PASS_F) return w->stages->forward[pass.stage];
-    double part = pass.kind == PASS_B ? apart : pass.kind == PASS_W ? 1 - apart : 1;
-    return part * w->stages->backward[pass.stage];
-}
-
-// Its output is sent when it ends, or when the port is free.
-static void send_from(const Walk *w, WalkRank *rank, StagePass pass) {
-    const Schedule *s = w->schedule;
-    if (schedule_sends_to(s, pass) == NO_RANK) return;
-    bool last = pass.kind == PASS_BW && pass.micro_batch == s->micro_batches - 1;
-    int layers = (int)(w->config->layers / w->stages->count);
-    double free_at = rank->now + (last ? reducing_at_end(w->config, w->parts, layers) : 0);
-    rank->port = fmax(rank->port, free_at) + w->stages->hop;
-    w->arrives[schedule_slot(s, pass)] = rank->port;
-}
-
-// The walk through a schedule: each pass takes the time of its stage, and messages and a region's
-// collectives wait for each other if they use the same port.
-static double walked(const Config *c, const LoneParts *p, const Stages *stages) {
-    Schedule schedule = pipeline_schedule(c);
-    Walk w = {c,
-              p,
-              stages,
-              &schedule,
-              host_alloc(schedule_slots(&schedule) * sizeof(double)),
-              config_number(c, "sp") && clock_node(0) == clock_node((int)(c->tp * c->cp * c->dp))};
-    WalkRank ranks[RANKS_MOST] = {{0, 0}};
-    double last = 0;
-    ScheduleWalk walk = schedule_walk(&schedule);
-    while (schedule_walk_next(&walk)) {
-        const Action *action = &schedule.list[walk.rank].action[walk.position];
-        WalkRank *rank = &ranks[walk.rank];
-        for (int i = 0; i < action->passes; i++) {
-            StagePass pass = action->pass[i], needed;
-            if (schedule_receives_from(&schedule, pass) != NO_RANK &&
-                schedule_needs(&schedule, pass, &needed))
-                rank->now = fmax(rank->now, w.arrives[schedule_slot(&schedule, needed)]);
-            if (w.gathers && pass.kind != PASS_W) rank->now = fmax(rank->now, rank->port);
-            rank->now += pass_seconds(&w, pass);
-            send_from(&w, rank, pass);
-        }
-        last = fmax(last, rank->now);
-    }
-    schedule_walk_end(&walk);
-    schedule_free(&schedule);
-    free(w.arrives);
-    return last;
-}
-
-// What a rank of a pipeline holds by the records' closed forms.
-static LoneMemory rank_memory(const Config *c, const LoneParts *p, int rank) {
-    Mesh mesh = mesh_standing_for_all(layout_shape(c));
-    mesh.pp.rank = rank;
-    Trainer *t = trainer_new(c, mesh, five_d_layouts());
-    const Pipeline *pipe = trainer_context(t, &pipeline);
-    Price price = trainer_price(t);
-    LoneMemory held = {.weights = price_states(&price, t->model, MEMORY_PARAMETER),
-                       .gradients = price_states(&price, t->model, MEMORY_GRADIENT),
-                       .optimizer = price_states(&price, t->model, MEMORY_OPTIMIZER),
-                       .kept = pipeline_held_bytes(t)};
-    double layers = 0;
-    for (int stage = 0; stage < pipe->schedule.stages; stage++)
-        if (schedule_has_stage(&pipe->schedule, rank, stage))
-            layers += pipe->chunk[stage].end_layer - pipe->chunk[stage].first_layer;
-    held.kept += schedule_costs(&pipe->schedule, rank).held_to_b * layers * p->expert_rows;
-    trainer_free(t);
-    mesh_end(&mesh);
-    return held;
-}
-
-// Each of these is a straight line, too, in the layers of a stage: of all stages so many are counted, or two
-// of each.
-static LoneMemory staged_memory(const Config *c, const LoneParts *p, const Stages *s, int rank) {
-    // Tied, it would join the group of both copies of the embedding, in which only rank 0 is real.
-    if (c->tied && rank > 0) return lone_stage_memory(c, p, false, true);
-    int64_t counted = COUNTED_LAYERS / s->count > 2 ? COUNTED_LAYERS / s->count : 2;
-    int64_t beyond = c->layers / s->count - counted;
-    if (beyond < 0) beyond = 0;
-    Config few = *c;
-    few.layers -= beyond * s->count;
-    LoneMemory held = rank_memory(&few, p, rank);
-    if (beyond > 0) {
-        few.layers += s->count;
-        LoneMemory next = rank_memory(&few, p, rank);
-        held.weights += (double)beyond * (next.weights - held.weights);
-        held.gradients += (double)beyond * (next.gradients - held.gradients);
-        held.optimizer += (double)beyond * (next.optimizer - held.optimizer);
-        held.kept += (double)beyond * (next.kept - held.kept);
-    }
-    // With ZeRO-2, or with experts, only a run shows what is in use at once: then the closed form's bytes.
-    bool last = rank == c->pp - 1;
-    LoneMemory closed = lone_stage_memory(c, p, !last, last);
-    if (isnan(held.gradients)) held.gradients = closed.gradients;
-    if (isnan(held.weights)) held.weights = closed.weights;
-    held.peak = held.weights + held.gradients + held.optimizer + held.kept + lone_beyond(p, last);
-    return held;
-}
-
-// The first stage keeps the most micro-batches, the last one the logits.
-static LoneMemory fullest_memory(const Config *c, const LoneParts *p, const Stages *s) {
-    LoneMemory first = staged_memory(c, p, s, 0), last = staged_memory(c, p, s, (int)c->pp - 1);
-    return last.peak > first.peak ? last : first;
-}
-
-// Seconds of a stage's dry step of one micro-batch. Beyond the layers that are counted it is a straight line,
-// as in one_stage.
-static double stage_step(const Config *c, int64_t layers) {
-    for (int64_t counted = COUNTED_LAYERS;; counted *= 2) {
-        if (layers <= counted) return dry_step(c, layers, 1, true).step_seconds;
-        StepCost cost = dry_step(c, counted, 1, true), more = dry_step(c, counted + 1, 1, true);
-        if (more.comm.exposed_seconds >= (1 - 1e-6) * cost.comm.exposed_seconds)
-            return cost.step_seconds + (double)(layers - counted) * (more.step_seconds - cost.step_seconds);
-    }
-}
-
-// What a stage's step has besides its micro-batch: data parallelism and the optimizer. A tied model with the
-// same layers has the same number of weights: one table of the vocabulary, not two.
-static double behind_micro_batch(const Config *c, const LoneParts *p, int64_t layers) {
-    double computed = 0;
-    for (int i = 0; i < 3; i++)
-        computed += (i == BLOCK ? (double)layers : 1) * (p->forward[i] + p->backward[i]);
-    return fmax(stage_step(c, layers) - computed, 0);
-}
-
 LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
-    Stages s = stages_of(c, p);
     LoneTime time = lone_time(c, p);
     if (c->pp == 1) {
         time.step = one_stage(c, c->layers > 6 ? 5 : c->layers, memory);
         time.exposed_dp = fmax(time.step - time.computed - time.optimizer, 0);
         return time;
     }
-    double makespan = walked(c, p, &s), behind = behind_micro_batch(c, p, s.layers);
-    *memory = fullest_memory(c, p, &s);
-    time.bubble = makespan - time.computed;
-    time.exposed_dp = fmax(behind - time.optimizer, 0);
-    time.step = makespan + behind;
+    LoneStep step = lone_pipeline(c, p->message);
+    *memory = step.memory;
+    time.step = step.seconds;
+    time.bubble = fmin(step.walked - time.computed, time.bubble);  // the rest is exposed communication
+    time.exposed_dp = fmax(step.seconds - time.computed - time.bubble - time.optimizer, 0);
     return time;
 }

@@ -7,8 +7,8 @@
 //
 //     every legal layout     closed forms of what a rank holds and how long a step takes, from a dry run of
 //                            one block that many layouts share: microseconds each
-//     the best of them       clocked: one stage by dry steps of few layers, several by a walk through the
-//                            schedule (cost_lone_step.c)
+//     the best of them       clocked: one stage by dry steps of few layers (cost_lone_step.c), several by
+//                            dry steps of all stages (cost_lone_pipeline.c)
 //
 // How far to trust it: each published run (published.csv) that this book's programs could make is priced as
 // the search would, with factors fitted without its series; the median error is printed beside the step's

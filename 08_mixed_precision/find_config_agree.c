@@ -3,8 +3,9 @@
 //
 // The dry run has a process for each rank, and clock times that travel with the messages; the search has one
 // process that stands for all. States and kept activations of the fullest rank must be equal to the byte,
-// its peak and the step within 1%; recomputation's share of the time is about its share of FLOPs. This
-// file has no main: find_config.c shows it.
+// its peak within 0.5%, the step within 1%; the closed form of a step is little longer, so that the search
+// misses none of the best, and not much shorter. Recomputation's share of the time is about its share of
+// FLOPs. This file has no main: find_config.c shows it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -50,6 +51,18 @@ static const Row rows[] = {
     {2, 2, 2, 1, 2, ONE_F_ONE_B, 1, 2, 1, 2, 4},
     {2, 1, 2, 2, 1, ONE_F_ONE_B, 1, 0, 1, 8, 4},
     {2, 1, 1, 4, 1, ONE_F_ONE_B, 1, 0, 1, 8, 1},
+    // behind a pipeline: reductions of each micro-batch, on ports that tp, cp and experts use as well;
+    // gathers of a whole stage; recomputed activations that wait for W
+    {2, 2, 1, 2, 2, ONE_F_ONE_B, 1, 0, 1, 4, 0},
+    {1, 2, 1, 4, 2, INTERLEAVED, 2, 0, 1, 12, 0},
+    {2, 1, 2, 2, 2, ZB_H1, 1, 2, 2, 4, 0},
+    {1, 2, 1, 4, 3, ZB_H1, 1, 0, 1, 8, 0},
+    {4, 1, 1, 2, 3, AFAB, 1, 0, 1, 6, 0},
+    {1, 2, 1, 4, 0, INTERLEAVED, 2, 2, 1, 4, 0},
+    {1, 1, 4, 2, 0, ONE_F_ONE_B, 1, 0, 1, 6, 2},
+    {1, 2, 2, 2, 2, INTERLEAVED, 2, 2, 1, 6, 1},
+    {2, 1, 1, 4, 2, ONE_F_ONE_B, 1, 2, 1, 8, 2},
+    {4, 1, 1, 2, 3, INTERLEAVED, 2, 0, 1, 2, 1},
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 // A wide head's gradients are still in flight when backward has passed several blocks, and its logits make
@@ -92,16 +105,25 @@ static LoneMemory fullest_of(const Memory *memory, double kept, Group world) {
                         .peak = most};
 }
 
-static void beside(const Row *r, LoneTime time, LoneMemory memory, const StepCost *run, LoneMemory held) {
-    double step = time.step / run->step_seconds - 1, kept = memory.kept - held.kept;
+// A layout as the search prices it: its step by closed forms, and clocked.
+typedef struct Priced {
+    double closed, step;
+    LoneMemory memory;
+} Priced;
+
+static void beside(const Row *r, Priced priced, const StepCost *run, LoneMemory held) {
+    LoneMemory memory = priced.memory;
+    double closed = priced.closed / run->step_seconds - 1, step = priced.step / run->step_seconds - 1,
+           kept = memory.kept - held.kept;
     double peak = memory.peak / held.peak - 1;
     double states = memory.weights - held.weights + memory.gradients - held.gradients + memory.optimizer -
                     held.optimizer;
-    say("  %3d %3d %3d %3d %2d %4d %4ld %4ld %9.2f ms %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B", r->dp, r->cp,
-        r->tp, r->pp, r->ep, r->zero, r->micro_batch, r->micro_batches, 1e3 * run->step_seconds, 100 * step,
-        100 * peak, kept, states);
+    say("  %3d %3d %3d %3d %2d %4d %4ld %4ld %9.2f ms %+7.1f%% %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B", r->dp,
+        r->cp, r->tp, r->pp, r->ep, r->zero, r->micro_batch, r->micro_batches, 1e3 * run->step_seconds,
+        100 * closed, 100 * step, 100 * peak, kept, states);
+    report_that(closed <= 0.06 && closed >= -0.3, "a closed form is %+.1f%% off its dry run", 100 * closed);
     report_that(
-        fabs(step) <= 0.01 && fabs(peak) <= 0.01 && kept == 0 && states == 0,
+        fabs(step) <= 0.01 && fabs(peak) <= 0.005 && kept == 0 && states == 0,
         "dp %d, cp %d, tp %d, pp %d, zero %d: step %+.2f%%, peak %+.2f%%, kept %+.0f B, states %+.0f B off "
         "its dry run",
         r->dp, r->cp, r->tp, r->pp, r->zero, 100 * step, 100 * peak, kept, states);
@@ -118,24 +140,26 @@ static void beside_flops(const Config *c, const LoneParts *parts, double compute
                 100 * again / all);
 }
 
-static LoneTime priced(const Config *c, LoneMemory *memory) {
+static Priced priced(const Config *c) {
     comm_stand_for_all(true);
     LoneParts parts = lone_parts(c);
-    LoneTime time = lone_step(c, &parts, memory);
+    Priced p = {.closed = lone_time(c, &parts).step};
+    LoneTime time = lone_step(c, &parts, &p.memory);
+    p.step = time.step;
     // A stage that has little but a wide head recomputes less than the others.
-    if (c->recompute == RECOMPUTE_FULL && c->vocab < WIDE_VOCAB) beside_flops(c, &parts, time.computed);
+    if (c->recompute == RECOMPUTE_FULL && c->vocab < WIDE_VOCAB && !c->experts)
+        beside_flops(c, &parts, time.computed);
     comm_stand_for_all(false);
-    return time;
+    return p;
 }
 
 static void compare(const Row *r, const char *shape) {
     Config c = config_of(r, shape);
-    LoneMemory memory = {0};
-    LoneTime time = comm_rank() == 0 ? priced(&c, &memory) : (LoneTime){0};
+    Priced search = comm_rank() == 0 ? priced(&c) : (Priced){0};
     Mesh mesh = mesh_new(layout_shape(&c));
     StepCost run = program_cost(&c, mesh, five_d_layouts());
     LoneMemory held = fullest_of(&run.memory, (double)run.counted.kept_bytes, mesh.world);
-    if (comm_rank() == 0) beside(r, time, memory, &run, held);
+    if (comm_rank() == 0) beside(r, search, &run, held);
 }
 
 void agree(void) {
@@ -143,8 +167,8 @@ void agree(void) {
           comm_ranks());
     device_dry_run(true);
     say("\n%d layouts beside their dry runs on %d ranks, 16 layers of Llama 3 8B:\n", ROWS, RANKS);
-    say("  %3s %3s %3s %3s %2s %4s %4s %4s %12s %8s %9s %9s %9s", "dp", "cp", "tp", "pp", "ep", "zero",
-        "mbs", "m", "dry run", "step", "peak", "kept", "states");
+    say("  %3s %3s %3s %3s %2s %4s %4s %4s %12s %8s %8s %9s %9s %9s", "dp", "cp", "tp", "pp", "ep", "zero",
+        "mbs", "m", "dry run", "closed", "step", "peak", "kept", "states");
     for (int i = 0; i < ROWS; i++) compare(&rows[i], "vocab=32000");
     if (comm_rank() == 0) say("  the same with a vocabulary of 262,144 and h = 2048:\n");
     for (int i = 0; i < WIDE; i++)

@@ -47,12 +47,14 @@ double run_own_step(const Published *r, const Factors *factors) {
     cost_table_clock(&table);
     clock_set_nodes(r->cluster.per_node);
     Goal goal = goal_of(r);
+    // Behind a pipeline others reduce ZeRO-2's gradients once a step, as this book does with ZeRO-1.
+    int zero = l->pp > 1 && l->zero == 2 ? 1 : l->zero;
     Found f = {.tp = l->tp,
                .cp = l->cp,
                .pp = l->pp,
                .dp = l->dp,
                .ep = l->ep,
-               .zero = l->dp * l->cp > 1 ? l->zero : 0,
+               .zero = l->dp * l->cp > 1 ? zero : 0,
                .schedule = l->pp > 1 && l->chunks > 1 ? INTERLEAVED : ONE_F_ONE_B,
                .chunks = l->chunks,
                .recompute = (int)l->recompute,

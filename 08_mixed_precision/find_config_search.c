@@ -3,7 +3,8 @@
 //
 //     gpus = dp x pp x cp x tp      batch = dp x micro_batch x micro_batches
 //
-// Each layout is priced by closed forms; the best of them are clocked (cost_lone_step.c) and sorted again.
+// Each layout is priced by closed forms. Then the best are clocked (cost_lone_step.c), one after another,
+// until all others would be slower than those found even if their closed forms were a little too long.
 // This file has no main: find_config.c uses it.
 #include <stdarg.h>
 #include <stdlib.h>
@@ -12,7 +13,8 @@
 #include "five_d.h"
 #include "report/report.h"
 
-enum { CLOCKED = 48, CLOCKED_FOR_ONE = 12 };  // how many of the best are clocked
+enum { CLOCKED = 64 };          // at most so many of the best are clocked
+#define CLOSED_FORM_SLACK 1.03  // a closed form is rarely longer than so many times the clocked step
 
 // ---- a layout as flags ----
 
@@ -53,7 +55,7 @@ typedef struct Space {
     Kept *kept;
     int kepts;
     Found best[CLOCKED];
-    int count, most;
+    int count;
 } Space;
 
 static const LoneParts *parts_of(Space *s, const Found *f) {
@@ -72,8 +74,8 @@ static const LoneParts *parts_of(Space *s, const Found *f) {
 
 // Keeps the fastest, sorted.
 static void keep(Space *s, const Found *f) {
-    if (s->count == s->most && f->quick >= s->best[s->most - 1].quick) return;
-    int i = s->count < s->most ? s->count++ : s->most - 1;
+    if (s->count == CLOCKED && f->quick >= s->best[CLOCKED - 1].quick) return;
+    int i = s->count < CLOCKED ? s->count++ : CLOCKED - 1;
     for (; i > 0 && s->best[i - 1].quick > f->quick; i--) s->best[i] = s->best[i - 1];
     s->best[i] = *f;
 }
@@ -150,11 +152,27 @@ static bool clocked(const Goal *goal, Found *f) {
     return f->memory.peak <= goal->memory;
 }
 
+// Clocks the best until all others, even by the closed form, are slower than those wanted.
+static void clock_best(Space *s, int wanted) {
+    Search *found = s->search;
+    for (int i = 0; i < s->count; i++) {
+        Found *f = &s->best[i];
+        bool full = found->count == wanted;
+        if (full && f->quick > CLOSED_FORM_SLACK * found->best[wanted - 1].time.step) break;
+        progress_on_terminal(i, s->count, "the best are clocked");
+        if (!clocked(s->goal, f)) continue;
+        found->best[found->count++] = *f;
+        qsort(found->best, (size_t)found->count, sizeof *found->best, by_seconds);
+        if (full) found->count--;
+    }
+    if (s->count > 0) progress_on_terminal(s->count, s->count, "");
+}
+
 Search search(const Goal *goal, int wanted) {
     Search found = {NULL, 0, 0, 0};
-    Space s = {.goal = goal, .search = &found, .most = wanted > 1 ? CLOCKED : CLOCKED_FOR_ONE};
+    Space s = {.goal = goal, .search = &found};
     int experts = goal->model.experts > 0 ? (int)goal->model.experts : 1;
-    int done = 0, all = s.most + 1;  // pairs of tp and cp, and layouts to clock
+    int done = 0, all = 1;  // pairs of tp and cp
     for (int tp = 1; tp <= goal->gpus; tp *= 2)
         for (int cp = 1; tp * cp <= goal->gpus; cp *= 2) all++;
     for (int tp = 1; tp <= goal->gpus; tp *= 2)
@@ -167,15 +185,10 @@ Search search(const Goal *goal, int wanted) {
                     if (legal(goal, &f) && experts % ep == 0) each_batch(&s, f);
                 }
         }
-    found.best = host_alloc((size_t)CLOCKED * sizeof *found.best);
-    for (int i = 0; i < s.count; i++) {
-        progress_on_terminal(++done, all, "the best are clocked");
-        if (clocked(goal, &s.best[i])) found.best[found.count++] = s.best[i];
-    }
     progress_on_terminal(all, all, "");
-    qsort(found.best, (size_t)found.count, sizeof *found.best, by_seconds);
-    if (found.count > wanted) found.count = wanted;
     free(s.kept);
+    found.best = host_alloc((size_t)(wanted + 1) * sizeof *found.best);
+    clock_best(&s, wanted);
     return found;
 }
 

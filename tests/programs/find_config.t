@@ -30,7 +30,7 @@ holds "published runs: no ratio of partners is off by more than 15%" \
     "$(figure 'ratios of partners' 2) + 0 <= 15"
 cmp -s "$work/fitted.h" 08_mixed_precision/fitted.h
 report $? "published runs: the factors and errors in the source are those that this fit has written"
-passes "31 layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree
+passes "layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree
 passes "the playbook's rules and appendix A3" $program --rules
 [ "$(grep -c '^  holds: ' "$out")" = 15 ]
 report $? "the playbook's rules: all 15 are asked"
@@ -90,6 +90,14 @@ for name, layout in json.load(open(sys.argv[1]))["numbers"].items():
     mfu = flops / 64 / layout["step"]["value"] / 989e12
     assert abs(layout["mfu"]["value"] / mfu - 1) < 1e-6, (name, mfu)' "$work/64.json" 2>"$err"
     report $? "64 GPUs: MFU is the share of the peak that the model needs"
+fi
+if wanted "64 GPUs: the best of more than ten that were clocked"; then
+    # The ten fastest by closed forms are the slower ones: the tenth of them takes 6.46 s.
+    python3 -c 'import json, sys
+layouts = json.load(open(sys.argv[1]))["numbers"]
+steps = [layouts["layout %d" % i]["step"]["value"] for i in range(1, 11)]
+assert steps == sorted(steps) and steps[9] < 6.4, steps' "$work/64.json" 2>"$err"
+    report $? "64 GPUs: the best of more than ten that were clocked"
 fi
 grep -A 1 '"recompute"' "$work/64.json" 2>/dev/null |
     sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u >"$err"
