@@ -269,7 +269,9 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
     }
     program_show(config, mesh, program);
     config->save = config->init = config->resume = NULL;  // `more` trains from scratch
+    clock_push("after the proof");  // --timeline shows the run that was proven
     if (program->more) program->more(mesh, config);
+    clock_pop();
     timeline_finish(config, mesh.world);
     return report_verdict("%s", program->claim);
 }

@@ -31,6 +31,10 @@ struct Fp8State {
 };
 
 static bool is_8_bits(Tensor t) { return t.dtype == E4M3 || t.dtype == E5M2; }
+// Whether its elements are divided, if only by 1: time on the model clock must not depend on the data.
+static bool is_divided(Tensor stored, StatePart part) {
+    return stored.dtype == F16 && (int)part.kind < KINDS;
+}
 static Tensor in_a_row(Tensor t) { return tensor_view(t, 0, SHAPE(1, tensor_count(t))); }
 
 static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
@@ -41,7 +45,7 @@ static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
         return;
     }
     op_copy(wide, stored);
-    if ((int)part.kind < KINDS && s->divisor[at] != 1) op_scale(wide, s->divisor[at]);
+    if (is_divided(stored, part)) op_scale(wide, s->divisor[at]);
 }
 
 // The power of two that brings the largest element above 2^14, and to at most 2^15, also after rounding:
@@ -68,9 +72,9 @@ static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
         op_encode(in_a_row(stored), in_a_row(wide), s->scale[at], false, tile);
         return;
     }
-    if (stored.dtype == F16 && (int)part.kind < KINDS) {
+    if (is_divided(stored, part)) {
         s->divisor[at] = divisor_of(wide);
-        if (s->divisor[at] != 1) op_scale(wide, 1 / s->divisor[at]);
+        op_scale(wide, 1 / s->divisor[at]);
     }
     op_copy(stored, wide);
 }

@@ -334,6 +334,7 @@ static void push_line(Line line) {
         if (r->missing) meet_notices(r);
         if (r->missing) break;
         r->agreed = true;
+        r->start = r->end;
         r->end += r->seconds;
         if (!is_group(r)) comm.line[line].end = r->end;
     }

@@ -82,7 +82,7 @@ static void end(Request *r) {
     count->model_seconds += r->seconds;
     Line line = r->call.group.line;
     clock_communication(kind_names[r->call.kind], (int)line, line_name(line), r->began, r->waited,
-                        r->end - r->seconds, r->end, (double)r->bytes);
+                        r->start, r->end, (double)r->bytes);
     request_release(r);
 }
 

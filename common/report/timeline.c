@@ -43,18 +43,23 @@ static void add_span(Span **spans, int64_t *count, Span span, bool merge) {
 
 static bool is_step(const char *name) { return !strncmp(name, "step", 4) && (!name[4] || name[4] == ' '); }
 
-// Finds the step that closed last; returns false if there is none.
+// Finds the step to show; returns false if there is none. It is the last one or, in a run of three or more,
+// the one before it: a step counts the labels of the next, so the last makes one call less than most do, and
+// the first, which also counts its own, one more.
 static bool find_step(bool outermost, int64_t *first, int64_t *last) {
     const Event *event;
-    int64_t count = clock_events(&event), open[64];
-    int depth = 0;
+    int64_t count = clock_events(&event), open[64], before[2] = {-1, -1};
+    int depth = 0, number = 0;
     *first = *last = -1;
     for (int64_t i = 0; i < count; i++) {
         if (event[i].kind == EVENT_PUSH && depth < 64) open[depth++] = i;
         if (event[i].kind != EVENT_POP || depth == 0) continue;
         int64_t push = open[--depth];
         if (!is_step(event[push].name) || (outermost && depth > 0)) continue;
-        *first = push, *last = i;
+        int following = atoi(event[push].name + 4);
+        bool show_before = following > 2 && following == number + 1;
+        *first = show_before ? before[0] : push, *last = show_before ? before[1] : i;
+        before[0] = push, before[1] = i, number = following;
     }
     return *first >= 0;
 }

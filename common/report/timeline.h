@@ -26,12 +26,13 @@ extern "C" {
 // by fatal() writes the trace so far, of the rank that prints the sentence. The caller keeps ownership of
 // the strings, which must live until timeline_finish.
 void timeline_start(const Config *config, Group world);
-// Keeps the last step so far under this title, as a row of the picture. Only rank 0's is shown.
+// Keeps the step that timeline_of_step finds, inside any mark, under this title, as a row of the picture.
+// Only rank 0's is shown.
 void timeline_keep(const char *title);
 // Sets the picture's title; by default it is the model's name and the number of ranks.
 void timeline_title(const char *title);
 // Writes and prints what the flags ask for. The picture shows the rows that were kept; if there are none,
-// all ranks in their last step that is not inside another mark. Every rank of the trace calls it.
+// all ranks in a step that is not inside another mark. Every rank of the trace calls it.
 void timeline_finish(const Config *config, Group world);
 
 // ---- what they are made of ----
@@ -46,9 +47,9 @@ typedef struct Timeline {  // one rank in one step
     int64_t compute_count, communication_count[COMM_LINES];
 } Timeline;
 
-// The last step ("step", "step 3") among the clock's events; with `outermost`, the last that is not inside
-// another mark. {0} if there is none. Spans without length are left out; consecutive operations of one kind
-// are one span. The caller ends it with timeline_free.
+// The last step ("step", "step 3") among the clock's events, or of a run of three or more the last but one;
+// with `outermost`, of those that are not inside another mark. {0} if there is none. Spans without length are
+// left out; consecutive operations of one kind are one span. The caller ends it with timeline_free.
 Timeline timeline_of_step(bool outermost, const char *title);
 void timeline_free(Timeline *timeline);
 

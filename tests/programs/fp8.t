@@ -106,6 +106,11 @@ refused "would have more than the 8 that follow each other on a rank; --dtype bf
     $one --fp8 deepseek --fp8-tile 16 --cp 2 --context zigzag
 passes "deepseek: cp 2, whole tiles of tokens on each rank" $program $one --fp8 deepseek --fp8-tile 16 \
     --cp 2
+for axis in tp cp; do
+    refused "--dtype f32 and --$axis 2: a sum over its ranks, one bit off, may round" $program --dtype f32 \
+        --$axis 2
+done
+passes "f32: dp 2, whose ranks sum no activations" $program $one --dtype f32
 refused "an expert's scales would be of other tokens than on one device; --dtype bf16 would fit" $program \
     $one --fp8 te-current --experts 4 --ep 2
 refused "cast other experts: --fp8 te-delayed would fit" $program --fp8 te-current --ranks 4 \

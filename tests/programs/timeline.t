@@ -67,6 +67,13 @@ report $? "a first step is drawn as the second, without its recording"
 run "$build"/../02_zero/zero2 --ranks 2 --steps 2 --timeline &&
     [ "$(grep -c '^           dp      G.*R' "$out")" = 2 ]
 report $? "nor the twin's"
+# Nor what a proof trains after itself.
+picture() {
+    run "$build"/../02_zero/zero2 --ranks 2 --layers 1 --timeline "$@" &&
+        sed -n '/one step on the/,/^all ranks/p' "$out"
+}
+real=$(picture) && [ -n "$real" ] && [ "$real" = "$(picture --dry-run)" ]
+report $? "a proof and a dry run have the same picture"
 
 run "$build"/ddp_naive --ranks 2 --layers 1 --steps 1 --no-check --save "$work/saved" &&
     run "$build"/ddp_naive --ranks 2 --steps 1 --no-check --init "$work/saved" --timeline &&

@@ -36,6 +36,8 @@ passes "dp 2, tp 2, ZeRO-R without stages" train_5d --ranks 4 --layers 1 --steps
     --zero-r --recompute full
 passes "experts: balance in f16, where the loss is scaled" train_5d --ranks 2 --layers 1 --steps 1 \
     --shown 0 --pp 1 --tp 1 --hidden 64 --seq 64 --dtype f16 --experts 4 --aux-loss 0.1
+passes "16-bit moments with scales: the time of a step does not depend on them" train_5d --ranks 2 --layers 1 \
+    --steps 1 --shown 0 --pp 1 --tp 1 --dtype bf16 --fp8 fp8-lm
 passes "documents, which the plan does not know" train_5d --ranks 2 --layers 1 --steps 1 --shown 0 \
     --pp 1 --tp 1 --cp 2 --seq 256 --grad-acc 1 --documents 10
 passes "the plan of 80 layers" train_5d --dry-run --layers 80 --ranks 2 --dp 1 --pp 2 --tp 1

@@ -283,6 +283,20 @@ static void costs_follow_their_formulas(void) {
     comm_wait(comm_barrier(world));
 }
 
+// To the last bit: else a call that follows a step may seem to begin before the step ended.
+static void a_trace_says_when_a_call_began(void) {
+    comm_wait(comm_barrier(world));  // sets all clocks to the same time
+    clock_trace_start();
+    for (int i = 1; i <= 100; i++) {
+        compute(1e-6 / i);
+        double now = clock_model_now();
+        comm_sum(1, world);
+        const Event *event;
+        int64_t last = clock_events(&event) - 1;
+        SAME(event[last].model, now);
+    }
+}
+
 static const RankTest tests[] = {
     TEST(bytes_are_those_of_the_formulas),
     TEST(bytes_across_go_to_other_nodes),
@@ -290,6 +304,7 @@ static const RankTest tests[] = {
     TEST(requests_queue_on_the_communication_stream),
     TEST(the_model_clock_knows_no_load),
     TEST(costs_follow_their_formulas),
+    TEST(a_trace_says_when_a_call_began),
 };
 
 int main(int argc, char **argv) {

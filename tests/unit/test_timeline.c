@@ -117,6 +117,23 @@ static void the_last_step_is_taken_and_if_asked_the_last_outermost(void **contex
     timeline_free(&last);
 }
 
+// The last step of a run counts no labels of a next one; but of two steps, the first counts its own, too.
+static void of_three_steps_the_second_is_taken(void **context) {
+    (void)context;
+    for (int run = 0; run < 2; run++) {
+        for (int step = 1; step <= 3; step++) {
+            char *name = format_text("step %d", step);
+            clock_push(name);
+            compute("forward", 8 * run + step);
+            clock_pop();
+            free(name);
+            Timeline t = timeline_of_step(true, "");
+            ASSERT_SAME(t.seconds, 8 * run + (step == 3 ? 2 : step));
+            timeline_free(&t);
+        }
+    }
+}
+
 static void letters_show_the_step_to_the_column(void **context) {
     (void)context;
     a_step("step");
@@ -317,6 +334,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(spans_stand_where_the_clock_had_them, start_again),
         cmocka_unit_test_setup(compute_exposed_and_idle_fill_the_step, start_again),
         cmocka_unit_test_setup(the_last_step_is_taken_and_if_asked_the_last_outermost, start_again),
+        cmocka_unit_test_setup(of_three_steps_the_second_is_taken, start_again),
         cmocka_unit_test_setup(letters_show_the_step_to_the_column, start_again),
         cmocka_unit_test_setup(each_line_has_its_own_row, start_again),
         cmocka_unit_test_setup(the_picture_has_every_span_in_its_place, start_again),
