@@ -16,8 +16,10 @@
 //     --scale-interval steps without one       scale x 2
 //
 // An overflow shows in the norm of all gradients, which every rank has, so either all ranks skip the step or
-// none does, and their scales stay equal without a message. Losses and norms are printed without the scale;
-// checkpoints hold it. The moments stay in f32 as well (--moments).
+// none does, and their scales stay equal without a message. A skipped step changes no weight and no moment,
+// and AdamW's bias correction does not count it; text and learning rate go on as if it had been made (the
+// learning rates of Megatron-LM and DeepSpeed wait for a step that is made). Losses and norms are printed
+// without the scale; checkpoints hold it. The moments stay in f32 as well (--moments).
 // Memory per parameter and bytes sent: as bf16.c.
 // Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3, --moments f16 …)
 // Last line: PASS fp16: the ranks reproduce the single-device step; each trick fixes its own failure …
@@ -269,6 +271,9 @@ static void show_overflow(Mesh mesh, const Config *config) {
         report_that(t->optimizer.step == step + (step < OVERFLOWS),
                     "the optimizer has made %lld of %d steps, of which the second overflows",
                     (long long)t->optimizer.step, step + 1);
+        report_that(t->lr == learning_rate(&c, step),
+                    "step %d, of which the second overflows, has a learning rate of %g, and not %g",
+                    step + 1, t->lr, learning_rate(&c, step));
         if (step != OVERFLOWS) continue;
         double ranks = mesh.world.size, skipped = comm_sum((double)s->skipped, mesh.world);
         double most = comm_max(s->kept[KEPT_SCALE], mesh.world),

@@ -26,8 +26,6 @@ static void by_any_dtype(DType dtype, F f) {
     }
 }
 
-__device__ inline float wide(__nv_fp8_e4m3 x) { return (float)x; }
-__device__ inline float wide(__nv_fp8_e5m2 x) { return (float)x; }
 __device__ inline double wide(int32_t x) { return x; }
 
 // A plain cast would be undefined outside the range, and for NaN.

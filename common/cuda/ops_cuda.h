@@ -68,6 +68,8 @@ __device__ inline double wide(double x) { return x; }
 __device__ inline float wide(float x) { return x; }
 __device__ inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float wide(__half x) { return __half2float(x); }
+__device__ inline float wide(__nv_fp8_e4m3 x) { return (float)x; }
+__device__ inline float wide(__nv_fp8_e5m2 x) { return (float)x; }
 
 // Rounds to nearest, ties to even; f64 is rounded to 16 bits by way of f32.
 template <class T>

@@ -163,15 +163,16 @@ __global__ void find_scale(float *scale, const float *amax, float largest, bool 
     }
 }
 
-template <__nv_fp8_interpretation_t KIND, class A>
-__device__ inline uint8_t code_of(A x, float scale) {
-    return __nv_cvt_float_to_fp8((float)x / scale, __NV_SATFINITE, KIND);
+// To 8 bits, what is beyond the largest number saturates.
+template <class Code, class A>
+__device__ inline Code code_of(A x, float scale) {
+    return narrow<Code>((float)x / scale);
 }
 
 // In packs that do not extend into another tile, so that each looks up its scale once.
-template <class T, __nv_fp8_interpretation_t KIND>
+template <class T, class Code>
 struct Encode {
-    uint8_t *codes;
+    Code *codes;
     const T *x;
     const float *scale;
     Tiling t;
@@ -184,16 +185,16 @@ struct Encode {
     template <int N>
     __device__ void write(int64_t first, const In<N> &in) const {
         const float by = scale[t.tile(first)];
-        Pack<uint8_t, N> out;
-        for (int j = 0; j < N; j++) out.x[j] = code_of<KIND>(wide(in.x[j]), by);
+        Pack<Code, N> out;
+        for (int j = 0; j < N; j++) out.x[j] = code_of<Code>(wide(in.x[j]), by);
         store<N>(codes + first, out);
     }
 };
 
 // Codes of the transpose: a block transposes a patch of 32 x 32, so that a warp reads neighbours in x and
 // writes neighbours in the codes.
-template <class T, __nv_fp8_interpretation_t KIND>
-__global__ void encode_turned(uint8_t *codes, const T *x, const float *scale, Tiling t) {
+template <class T, class Code>
+__global__ void encode_turned(Code *codes, const T *x, const float *scale, Tiling t) {
     __shared__ Arithmetic<T> patch[WARP][WARP + 1];
     constexpr int WARPS = PATCH_WARPS, EACH = WARP / WARPS;
     const int64_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, across = ceil_div(t.columns, WARP);
@@ -210,22 +211,15 @@ __global__ void encode_turned(uint8_t *codes, const T *x, const float *scale, Ti
         const int64_t row = row0 + warp + i * WARPS, column = column0 + lane;
         if (row < t.rows && column < t.columns)
             codes[row * t.columns + column] =
-                code_of<KIND>(patch[lane][warp + i * WARPS], scale[t.tile(row, column)]);
+                code_of<Code>(patch[lane][warp + i * WARPS], scale[t.tile(row, column)]);
     }
 }
 
-template <class Code>
-__device__ inline float number_of(uint8_t code) {
-    Code c;
-    c.__x = code;
-    return (float)c;
-}
-
 template <class T, class Code>
-__global__ void decode(T *y, const uint8_t *codes, const float *scale, Tiling t) {
+__global__ void decode(T *y, const Code *codes, const float *scale, Tiling t) {
     const int64_t all = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < t.rows * t.columns; i += all)
-        y[i] = narrow<T>(number_of<Code>(codes[i]) * scale[t.tile(i)]);
+        y[i] = narrow<T>(wide(codes[i]) * scale[t.tile(i)]);
 }
 
 template <int N, class T>
@@ -266,44 +260,52 @@ void kernel_tile_scale(float *scale, const float *amax, DType codes, ScaleRule r
                codes == E4M3 ? 448.0f : 57344.0f, rule == SCALE_POWER_OF_TWO, count);
 }
 
-template <class T, __nv_fp8_interpretation_t KIND>
-static void encode(uint8_t *codes, const T *x, const float *scale, const Tiling &t) {
-    constexpr int N = pack_of<uint8_t>;
-    if (t.transpose)
-        LAUNCH((encode_turned<T, KIND>),
-               blocks_for("encode", ceil_div(t.rows, WARP) * ceil_div(t.columns, WARP)), MOST_THREADS, 0,
-               stream(), codes, x, scale, t);
-    else
-        for_each<N>(t.rows * t.columns, all_aligned(codes, x) && t.holds_packs(N),
-                    Encode<T, KIND>{codes, x, scale, t});
-}
-
-void kernel_encode(DType codes_dtype, uint8_t *codes, DType dtype, const void *x, const float *scale,
-                   int64_t rows, int64_t columns, bool transpose, Tile tile) {
-    Tiling t = Tiling::of(rows, columns, transpose, tile);
-    if (rows * columns == 0) return;
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        if (codes_dtype == E4M3) encode<T, __NV_E4M3>(codes, (const T *)x, scale, t);
-        else encode<T, __NV_E5M2>(codes, (const T *)x, scale, t);
-    });
-}
-
 template <class F>
 static void by_code(DType dtype, F f) {
     if (dtype == E4M3) f(__nv_fp8_e4m3());
     else f(__nv_fp8_e5m2());
 }
 
-void kernel_decode(DType dtype, void *y, DType codes_dtype, const uint8_t *codes, const float *scale,
+// Like by_code, and also for float16, which is not multiplied.
+template <class F>
+static void by_encoded(DType dtype, F f) {
+    if (dtype == F16) f(__half());
+    else by_code(dtype, f);
+}
+
+template <class T, class Code>
+static void encode(Code *codes, const T *x, const float *scale, const Tiling &t) {
+    constexpr int N = pack_of<Code>;
+    if (t.transpose)
+        LAUNCH((encode_turned<T, Code>),
+               blocks_for("encode", ceil_div(t.rows, WARP) * ceil_div(t.columns, WARP)), MOST_THREADS, 0,
+               stream(), codes, x, scale, t);
+    else
+        for_each<N>(t.rows * t.columns, all_aligned(codes, x) && t.holds_packs(N),
+                    Encode<T, Code>{codes, x, scale, t});
+}
+
+void kernel_encode(DType codes_dtype, void *codes, DType dtype, const void *x, const float *scale,
+                   int64_t rows, int64_t columns, bool transpose, Tile tile) {
+    Tiling t = Tiling::of(rows, columns, transpose, tile);
+    if (rows * columns == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        by_encoded(codes_dtype, [&](auto code) {
+            encode((decltype(code) *)codes, (const decltype(type) *)x, scale, t);
+        });
+    });
+}
+
+void kernel_decode(DType dtype, void *y, DType codes_dtype, const void *codes, const float *scale,
                    int64_t rows, int64_t columns, Tile tile) {
     Tiling t = Tiling::of(rows, columns, false, tile);
     if (rows * columns == 0) return;
     by_dtype(dtype, [&](auto type) {
-        by_code(codes_dtype, [&](auto code) {
+        by_encoded(codes_dtype, [&](auto code) {
             using T = decltype(type);
-            LAUNCH((decode<T, decltype(code)>), blocks_of(rows * columns), MOST_THREADS, 0, stream(),
-                   (T *)y, codes, scale, t);
+            using Code = decltype(code);
+            LAUNCH((decode<T, Code>), blocks_of(rows * columns), MOST_THREADS, 0, stream(), (T *)y,
+                   (const Code *)codes, scale, t);
         });
     });
 }
@@ -334,8 +336,8 @@ __global__ void multiply_codes(T *c, KernelCodes a, KernelCodes b, int64_t m, in
             for (int64_t from = first; from < end; from += depth) {
                 A step = 0;
                 for (int64_t l = from; l < least(from + depth, end); l++)
-                    step +=
-                        (A)number_of<CodeA>(a.codes[i * k + l]) * (A)number_of<CodeB>(b.codes[j * k + l]);
+                    step += (A)wide(((const CodeA *)a.codes)[i * k + l]) *
+                            (A)wide(((const CodeB *)b.codes)[j * k + l]);
                 partial = bits ? cut(partial + step, bits) : partial + step;
             }
             sum += partial * ((A)a.scale[i / a.rows * tiles_a + first / a.tile_columns] *

@@ -160,10 +160,10 @@ void kernel_round_stochastic(uint16_t *y, const float *x, RandomPlace place, int
 void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int64_t columns,
                       bool transpose, Tile tile);
 void kernel_tile_scale(float *scale, const float *amax, DType codes, ScaleRule rule, int64_t count);
-void kernel_encode(DType codes_dtype, uint8_t *codes, DType dtype, const void *x, const float *scale,
+void kernel_encode(DType codes_dtype, void *codes, DType dtype, const void *x, const float *scale,
                    int64_t rows, int64_t columns, bool transpose, Tile tile);
 // y, codes (rows, columns)
-void kernel_decode(DType dtype, void *y, DType codes_dtype, const uint8_t *codes, const float *scale,
+void kernel_decode(DType dtype, void *y, DType codes_dtype, const void *codes, const float *scale,
                    int64_t rows, int64_t columns, Tile tile);
 // c (m, n), codes (m, k) and (n, k). `segment`: the most products in a partial sum; `fast`: promote was
 // SUMMED_FAST

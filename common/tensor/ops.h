@@ -237,13 +237,13 @@ void op_round_stochastic(Tensor y, Tensor x, RandomPlace place);
 typedef struct Tile {
     int64_t rows, columns;
 } Tile;
-// scale = amax / (largest number of the codes' dtype); 1 if amax is 0 or not finite.
+// scale = amax / (largest number of the codes' dtype; for f16, e5m2's); 1 if amax is 0 or not finite.
 typedef enum ScaleRule { SCALE_REAL, SCALE_POWER_OF_TWO } ScaleRule;  // rounded up: nothing saturates
 int64_t tiles_of(int64_t size, int64_t of_tile);  // ceil(size / of_tile); of_tile 0: one tile
 // amax (tiles of rows, tiles of columns) f32 = max(amax, the largest |x| in the tile); NaN if x has one
 void op_tile_amax(Tensor amax, Tensor x, bool transpose, Tile tile);
 void op_tile_scale(Tensor scale, Tensor amax, DType codes, ScaleRule rule);  // scale may alias amax
-// codes (e4m3 or e5m2) = x / scale, rounded to nearest and saturated
+// codes (e4m3, e5m2 or f16) = x / scale, rounded to nearest and, in 8 bits, saturated
 void op_encode(Tensor codes, Tensor x, Tensor scale, bool transpose, Tile tile);
 void op_decode(Tensor y, Tensor codes, Tensor scale, Tile tile);  // y = codes * scale
 // c (m, n) = beta c + sum over k of a (m, k) b (n, k), both given as codes and scales, as an 8-bit tensor

@@ -386,6 +386,36 @@ static void codes_match(void **state) {
     }
 }
 
+// float16 with scales, as moments and masters are stored: in packs, with a rest, and turned.
+static void float16_with_scales_matches(void **state) {
+    (void)state;
+    constexpr int64_t ROWS = 21, COLUMNS = 64, COUNT = ROWS * COLUMNS;
+    const Tile tiles[] = {{1, 0}, {1, 16}, {8, 5}};
+    for (int how = 0; how < 12; how++) {
+        const Tile tile = tiles[how % 3];
+        const bool turned = how & 1;
+        const DType dtype = all_dtypes[how % 4];
+        const int64_t rows = turned ? COLUMNS : ROWS, columns = turned ? ROWS : COLUMNS;
+        const int64_t scales = ROWS * tiles_of(COLUMNS, tile.columns);
+        const Doubles x = random_numbers(dtype, COUNT, 2);
+        std::vector<unsigned char> stored((size_t)COUNT * dtype_size(dtype));
+        dtype_convert(stored.data(), dtype, x.data(), F64, COUNT);
+        float amax[COUNT] = {0}, scale[COUNT];
+        uint16_t codes[COUNT];
+        kernel_tile_amax(dtype, amax, stored.data(), rows, columns, turned, tile);
+        kernel_tile_scale(scale, amax, F16, SCALE_POWER_OF_TWO, scales);
+        kernel_encode(F16, codes, dtype, stored.data(), scale, rows, columns, turned, tile);
+        Device from(dtype, x), by(F32, Doubles(scale, scale + scales)), to(F16, COUNT), back(F64, COUNT);
+        cuda_kernel_encode(F16, to.at, dtype, from.at, (const float *)by.at, rows, columns, turned, tile);
+        cuda_kernel_decode(F64, back.at, F16, to.at, (const float *)by.at, ROWS, COLUMNS, tile);
+        Doubles want(COUNT), decoded(COUNT);
+        dtype_convert(want.data(), F64, codes, F16, COUNT);
+        kernel_decode(F64, decoded.data(), F16, codes, scale, ROWS, COLUMNS, tile);
+        assert_same("encode", to, want);
+        assert_same("decode", back, decoded);
+    }
+}
+
 // Blocks that share a tile find its largest element wherever it is, with one atomic each.
 static void amax_takes_few_atomics(void **state) {
     (void)state;
@@ -492,6 +522,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(matmul_matches),
         cmocka_unit_test(random_rounding_matches),
         cmocka_unit_test(codes_match),
+        cmocka_unit_test(float16_with_scales_matches),
         cmocka_unit_test(amax_takes_few_atomics),
         cmocka_unit_test(codes_match_by_cublaslt),
         cmocka_unit_test(codes_match_by_hopper),

@@ -70,6 +70,7 @@ static void a_step_waits_once(void) {
         "--dp 3 --zero 1",
         "--pp 3 --layers 3",
         "--dp 2 --tp 2 --fp8 deepseek --fp8-tile 8",
+        "--dp 4 --zero 1 --fp8 fp8-lm",
     };
     for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) expect_waits(layouts[i], 1, 0);
     expect_waits("--dp 2 --tp 2 --fp8 te-delayed", 2, 0);
