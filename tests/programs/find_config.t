@@ -106,7 +106,7 @@ report $? "64 GPUs: no layout recomputes selectively, which saves nothing with f
 on_terminal "$build/$program --gpus 1 --model llama-3-405b"
 grep -q 'find_config: no layout of 1 GPU fits: weights, .* state alone fill 97' "$out"
 report $? "a model that is too large: how many GPUs its states fill, at 18 bytes per parameter"
-grep -qE '\[-+\] +[0-9]+%: layouts are priced' "$out"
+grep -qE '\[#*-+\] +[0-9]+%: layouts are priced' "$out"
 report $? "a bar while it searches"
 passes "sequences shorter than cp would shard, of odd length" $program --model default --seq 15 --gpus 2 \
     --batch-tokens 150
