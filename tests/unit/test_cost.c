@@ -174,7 +174,7 @@ enum { SECONDS, WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, FIGURES };
 static void two_stages(double *figure, int64_t layers) {
     Config c = config_default(
         "hidden=64 heads=2 kv-heads=2 ffn=128 vocab=256 seq=128 dtype=bf16 "
-        "optimizer=adamw micro-batch=1 grad-acc=4");
+        "optimizer=adamw micro-batch=1 grad-acc=8");
     c.layers = 2 * layers, c.pp = 2, c.dp = 4;
     const struct {
         const char *name;
