@@ -96,10 +96,8 @@ static double gathers_of(const Model *m, int unit) {
 void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     const Params *p = &m->params;
     double micros = (double)m->config.grad_acc, own = 0;
-    bool all_here = true;
     for (int i = 0; i < p->units; i++) {
         const Unit *u = &p->unit[i];
-        all_here = all_here && u->count > 0;
         if (u->count == 0) continue;  // another stage's
         own += (double)u->own_count;
         double times = price->finals ? (double)price->finals[i] : micros;
@@ -110,9 +108,8 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     }
     price->states = own;
     if (stage >= 2) price->gradients = own;
-    // Which units are in use at once on one of several pipeline stages, only a dry run knows.
-    if (stage >= 2)
-        price->more[MEMORY_GRADIENT] += all_here && m->mesh.pp.size == 1 ? gradients_at_work(m) : NAN;
+    // A pipeline's schedule decides which units follow one another: only a dry run knows.
+    if (stage >= 2) price->more[MEMORY_GRADIENT] += price->finals ? NAN : gradients_at_work(m);
     if (stage == 3) price->values = own;
     if (stage == 3) price->more[MEMORY_PARAMETER] += weights_at_work(m, zero->prefetch);
 }

@@ -116,7 +116,8 @@ static void print_row(const Row *row) {
 }
 
 // What a quantity that fails usually means, when those before it in the step are right.
-static const char *meaning(const Row *row, const Record *run, const Record *baseline, bool first_loss) {
+static const char *meaning(const Row *row, const Record *run, const Record *baseline, double bound,
+                           bool first_loss) {
     static char text[400];
     const char *usually = "";
     if (row->name == quantity_of(baseline, GRADIENTS).name)
@@ -129,7 +130,11 @@ static const char *meaning(const Row *row, const Record *run, const Record *base
         usually =
             "the first step's gradients are right: usually the optimizer's step, or weights that did "
             "not come back";
-    else usually = "the gradients are right: usually a norm that counts a shard twice, or not at all";
+    else
+        usually = fabs(run->grad_norm[0] / baseline->grad_norm[0] - 1) <= bound
+                      ? "the first step's norm is right: usually the optimizer's step, or a --lr at which "
+                        "rounding grows from step to step (--steps 1 then passes)"
+                      : "the gradients are right: usually a norm that counts a shard twice, or not at all";
     int used = 0;
     text[0] = 0;
     if (row->tensors > 1 && row->failing)
@@ -148,11 +153,11 @@ static void judge_row(const Row *row, const Record *run, const Record *baseline,
     else if (proof == PROOF_EXACT)
         judge(false, "%s of %s%s%s: %lld elements differ from %s in all (relative %.2e, scale %.6g)%s",
               row->name, run->title, comma, row->tensor, (long long)row->differing, baseline->title,
-              d->relative, d->scale, meaning(row, run, baseline, first_loss));
+              d->relative, d->scale, meaning(row, run, baseline, bound, first_loss));
     else
         judge(false, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g%s", row->name,
               run->title, comma, row->tensor, baseline->title, d->relative, bound, d->scale,
-              meaning(row, run, baseline, first_loss));
+              meaning(row, run, baseline, bound, first_loss));
 }
 
 // Once: every later comparison of this program has the same dtype and size.

@@ -392,9 +392,9 @@ my @advice = (
     [qr/^loss.* are all zero/, 'loss', 'No loss is recorded: does each micro-batch add its own?'],
     [qr/^loss/, 'loss',
         'The forward pass differs, or the number by which each loss is divided: look there first.'],
-    [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, but their norm is not.'],
-    [qr/^parameters/, 'parameters',
+    [qr/^parameters|^gradient norms .*the first step's norm is right/, 'parameters',
         'The gradients are right: are weights gathered after the step, and is each stepped exactly once?'],
+    [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, but their norm is not.'],
 );
 
 # What a count should be, and is: in a row, in a verdict, or in the sentence about masks by tokens.

@@ -182,6 +182,8 @@ advises '16-bit gradients in place of' \
     'all_reduce: bytes, all ranks: predicted 100 B, measured 50, off by -50'
 advises 'param_set_copies' \
     'gradients of 4 ranks, k_proj: off by inf relative (bound 1), scale 2.35e+303; 4 of 21 fail'
+advises 'is each stepped exactly once' \
+    "gradient norms of 4 ranks: off: the first step's norm is right: usually the optimizer's step"
 advises 'move_to_own_place' "with checkpoints in one tensor, 2688 of the heap's 218560 bytes are in holes"
 advises 'never allocated' \
     'rank 0: step 2: a view of 6144 elements from element 0 does not lie within no tensor'

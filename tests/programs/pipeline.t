@@ -249,6 +249,10 @@ if wanted "loaded: interleaved, breadth-first, beside a schedule that is not"; t
         grep -q '^  transfers  *-  *8 calls, .* 24 calls, .* 24 calls, ' "$out"
     report $? "loaded: interleaved, breadth-first, beside a schedule that is not"
 fi
+# Head and embedding are never next to one another, as they are on one device: ZeRO-2 holds less.
+dump lone --schedule interleaved --stages 1 --micro-batches 2 --group 2
+nearly "loaded: breadth-first on one rank, dp 2, zero 2" one_f_one_b --ranks 2 --pp 1 --zero 2 --grad-acc 2 \
+    $quick --load "$work/lone.txt"
 exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
 nearly "loaded: dualpipe" one_f_one_b $loads "$work/dual.txt"
 # Rank 1 has the middle stage in both directions, and rank 2 only a stage of the second.

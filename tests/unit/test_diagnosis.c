@@ -179,6 +179,19 @@ static void parameters_alone_blame_the_optimizer(void **context) {
     record_free(&baseline);
 }
 
+static void a_norm_that_the_first_step_has_right_blames_the_steps(void **context) {
+    (void)context;
+    Record run = run_new("4 ranks", 1), baseline = run_new("one device", 1);
+    run.grad_norm[2] *= 1 + 1e-9;
+    report_compare(&run, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
+    assert_says(last_line(STATUS_FAIL), "the first step's norm is right: usually the optimizer's step", 1);
+    for (int s = 0; s < STEPS; s++) run.grad_norm[s] *= 2;
+    report_compare(&run, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
+    assert_says(last_line(STATUS_FAIL), "are right: usually a norm that counts a shard twice", 2);
+    record_free(&run);
+    record_free(&baseline);
+}
+
 static void quiet_shows_what_fails_and_counts_what_holds(void **context) {
     (void)context;
     bool before = report_quiet(true);
@@ -204,6 +217,7 @@ int main(int argc, char **argv) {
         FOUR(a_count_that_is_off_by_a_factor_is_told_which),
         FOUR(gradients_are_blamed_before_the_losses_that_they_spoil),
         FOUR(parameters_alone_blame_the_optimizer),
+        FOUR(a_norm_that_the_first_step_has_right_blames_the_steps),
         FOUR(quiet_shows_what_fails_and_counts_what_holds),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
