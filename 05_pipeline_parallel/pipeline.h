@@ -66,7 +66,7 @@ struct Pipeline {
     // Computes both passes of a pair (pipeline_compute), one beside the other; NULL: one after the other.
     void (*together)(void *context, Pipeline *pipeline, Model *model, const Action *action);
     void *together_context;
-    // Runs the rank's list; NULL: in its order.
+    // Runs the passes of a step; NULL: those of the rank's list, in its order.
     void (*instead)(void *context, Model *model);
     void *instead_context;
 };
@@ -82,8 +82,8 @@ int pipeline_embedding_parts(const Pipeline *pipeline, const Model *model, int m
 
 // ---- pipeline_clock.c: how long the passes of a step take on the model clock ----
 // What a rank does, each with the time that it begins: it starts the receives before an action in its list
-// (NULL: that takes no time), computes a pass, and ends it. The latter two return when they have ended;
-// *sent is when the pass's message, if it has one, has taken its port.
+// (NULL: that takes no time), computes a pass, and sends its output. Both return when they have ended; *sent
+// is when the pass's message, if it has one, has taken its port.
 typedef struct PassClock {
     void (*receive)(void *context, int rank, int position, double now);
     double (*compute)(void *context, int rank, StagePass pass, double now);

@@ -76,8 +76,8 @@ void comm_one_works(bool begins);
 bool comm_set_check(bool on);
 // From now on this rank represents all: the other members of any group are assumed to make the same calls
 // at the same model time, with the same numbers. Only in a dry run. Groups need not have been made with
-// comm_group, and in those that are made this rank is rank 0, so that one process clocks a rank of a
-// cluster of any size. It cannot see differences between ranks, such as pipeline stages or uneven tokens.
+// comm_group, and in those that are made this rank is rank 0, or as which it acts, so that one process
+// clocks a rank of a cluster of any size. It cannot see uneven tokens or other differences between ranks.
 void comm_stand_for_all(bool on);
 // A rank as which it acts, and what each rank has of its own: the model clock, the ends of its lines, and
 // until when its ports are busy.

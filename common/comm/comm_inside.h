@@ -155,7 +155,7 @@ void describe_wait(char *text, size_t size);
 
 // For a call that this rank has reached: sets bytes, across, seconds and called, and takes its ports.
 void request_take_ports(Request *r);
-extern double port_free_at[];
+extern double port_free_at[];  // by port, on the model clock
 
 // ---- comm_requests.c ----
 

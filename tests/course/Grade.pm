@@ -359,7 +359,7 @@ my @advice = (
         . 'too late, or never?'],
     [qr/^a step ends with .* more of device memory|leave \d+ B of device memory behind/, 'memory',
         'Each step or call leaks memory: what does the function allocate that nobody frees?'],
-    [qr/bytes are in holes/, 'memory',
+    [qr/^bytes in holes/, 'memory',
         'What lives longer is to be in its own place before the rest is allocated: move_to_own_place.'],
     [qr/holds \d+ B of activations, by/, 'memory',
         'Something that backward keeps is freed too early or too late: what does W still need after B?'],
