@@ -120,8 +120,6 @@ static double shard_of(double elements, int ranks) {
     return (double)zero_part((int64_t)elements, 0, ranks, &first);
 }
 
-static bool waiting_ws(const Config *c) { return c->pp > 1 && config_number(c, "schedule") == ZB_H1; }
-
 // Micro-batches of a stage that a rank holds at once.
 static double held_of(const Config *c, int rank) {
     if (c->pp == 1) return 1;
@@ -165,7 +163,8 @@ LoneMemory lone_stage_memory(const Config *c, const LoneParts *p, bool first, bo
            ends = fmax(units[EMBEDDING] * p->count[EMBEDDING], units[HEAD] * p->count[HEAD]);
     double waits = c->tied && first && last ? 2 * p->count[EMBEDDING] : 0;  // for the lookup's part
     // W needs the gradient of the logits: where it waits, there is one for each micro-batch.
-    double held = held_of(c, first ? 0 : (int)c->pp - 1), heads = !last ? 0 : waiting_ws(c) ? held : 1;
+    bool w_waits = staged && config_number(c, "schedule") == ZB_H1;
+    double held = held_of(c, first ? 0 : (int)c->pp - 1), heads = !last ? 0 : w_waits ? held : 1;
     LoneMemory m = {.weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
                     .gradients = zero < 2
                                      ? 6 * whole

@@ -51,7 +51,10 @@ typedef struct LoneTime {
 LoneTime lone_time(const Config *config, const LoneParts *parts);
 // A dry step, clocked, with the memory of the fullest rank.
 LoneTime lone_step(const Config *config, const LoneParts *parts, LoneMemory *memory);
-// The same of a pipeline alone, whose messages have so many bytes.
+// The value x steps along the first index and y along the second from at[0][0], in a table that is a straight
+// line along both.
+double lone_continued(const double at[2][2], double x, double y);
+// The same as lone_step of a pipeline alone, whose messages have so many bytes.
 typedef struct LoneStep {
     double seconds, walked;  // of the step, and until the last pass and message have ended
     LoneMemory memory;

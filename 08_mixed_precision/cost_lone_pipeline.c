@@ -200,12 +200,12 @@ static Step extrapolated(const Config *config, double message_bytes) {
             c.layers -= (deeper - i) * stages, c.grad_acc -= (rows - j) * row;
             at[i][j] = step_of(&c, message_bytes);
         }
-    Step step = at[0][0];
+    const Step *few = at[0], *deep = at[deeper > 0];
+    Step step;
     for (size_t k = 0; k < sizeof step.figure / sizeof *step.figure; k++) {
-        double base = step.figure[k], x = deeper ? at[1][0].figure[k] - base : 0;
-        double y = rows ? at[0][1].figure[k] - base : 0;
-        double both = deeper && rows ? at[1][1].figure[k] - base - x - y : 0;
-        step.figure[k] += (double)deeper * x + (double)rows * y + (double)(deeper * rows) * both;
+        const double corner[2][2] = {{few[0].figure[k], few[rows > 0].figure[k]},
+                                     {deep[0].figure[k], deep[rows > 0].figure[k]}};
+        step.figure[k] = lone_continued(corner, (double)deeper, (double)rows);
     }
     return step;
 }

@@ -173,17 +173,19 @@ static StepCost dry_step(const Config *config, int64_t layers, int64_t micro_bat
     return cost;
 }
 
-// The corners of a 2 x 2 grid, from which everything else is extrapolated linearly in both directions.
+double lone_continued(const double at[2][2], double x, double y) {
+    double dx = at[1][0] - at[0][0], dy = at[0][1] - at[0][0];
+    double both = at[1][1] - at[1][0] - at[0][1] + at[0][0];
+    return at[0][0] + x * dx + y * dy + x * y * both;
+}
+
 typedef struct Corners {
     double at[2][2];  // of layers, of micro-batches
     int64_t layers, micro_batches;
 } Corners;
 
 static double continued(const Corners *k, double layers, double micro_batches) {
-    double x = layers - (double)k->layers, y = micro_batches - (double)k->micro_batches;
-    double dx = k->at[1][0] - k->at[0][0], dy = k->at[0][1] - k->at[0][0];
-    double both = k->at[1][1] - k->at[1][0] - k->at[0][1] + k->at[0][0];
-    return k->at[0][0] + x * dx + y * dy + x * y * both;
+    return lone_continued(k->at, layers - (double)k->layers, micro_batches - (double)k->micro_batches);
 }
 
 // One stage. Few layers are counted as they are. A step is a straight line in its layers once the head's

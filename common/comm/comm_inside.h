@@ -25,14 +25,14 @@ struct Request {
     int *got;         // by member: values that have come
     int value_count;
     bool host, given, agreed, done;
-    bool trusted;                        // it sends no notices and waits for none
-    bool launched;                       // the transport has been given all of it, or needs none of it
-    int64_t index, total;                // which call of this rank, from 1; elements
-    uint64_t parts;                      // hash of unequal counts
+    bool trusted;          // it sends no notices and waits for none
+    bool launched;         // the transport has been given all of it, or needs none of it
+    int64_t index, total;  // which call of this rank, from 1; elements
+    uint64_t parts;        // hash of unequal counts
     double called, ready, start, end, seconds;  // model clock; seconds: what the machine needs
-    double began, waited, blocked;       // wall clock: the call, the end of its wait, and the wait's length
-    int64_t bytes, across;               // sent by this rank; of these to other nodes (clock_node)
-    Group made;                          // the group that a GROUP makes
+    double began, waited, blocked;  // wall clock: the call, the end of its wait, and the wait's length
+    int64_t bytes, across;          // sent by this rank; of these to other nodes (clock_node)
+    Group made;                     // the group that a GROUP makes
     Operation *operation;
     void (*then)(void *context);  // what comm_wait does when the request has ended and is gone; or NULL
     void *then_context;
