@@ -58,8 +58,10 @@ static void note_passes(LoneParts *parts, const Trainer *t) {
     }
     for (int i = 2; i >= 0; i--) {
         double before = clock_model_now(), waited = comm_total().exposed_seconds;
+        int64_t bytes = memory_account().now[MEMORY_ACTIVATION];
         chunk_backward_input(m, &micro, chunk[i]);
         parts->input[i] = clock_model_now() - before;
+        if (i == BLOCK) parts->waiting = (double)(memory_account().now[MEMORY_ACTIVATION] - bytes);
         chunk_backward_weight(m, &micro, chunk[i]);
         parts->backward[i] = clock_model_now() - before;
         note_peak(&parts->most[i], held);
@@ -121,12 +123,12 @@ static double shard_of(double elements, int ranks) {
 }
 
 // Micro-batches of a stage that a rank holds at once.
-static double held_of(const Config *c, int rank) {
-    if (c->pp == 1) return 1;
+static HeldFormula held_of(const Config *c, int rank) {
+    if (c->pp == 1) return (HeldFormula){1, 1};
     ScheduleWish wish = {
         .ranks = (int)c->pp, .micro_batches = (int)c->grad_acc, .chunks = (int)chunks_of(c)};
     HeldFormula held = schedule_rank_held_formula((ScheduleKind)config_number(c, "schedule"), &wish, rank);
-    return isnan(held.to_w) ? (double)c->pp : held.to_w;
+    return isnan(held.to_w) ? (HeldFormula){(double)c->pp, (double)c->pp} : held;
 }
 
 double lone_beyond(const LoneParts *p, bool last) {
@@ -162,17 +164,22 @@ LoneMemory lone_stage_memory(const Config *c, const LoneParts *p, bool first, bo
     double at_work = fmin(largest + block, whole),
            ends = fmax(units[EMBEDDING] * p->count[EMBEDDING], units[HEAD] * p->count[HEAD]);
     double waits = c->tied && first && last ? 2 * p->count[EMBEDDING] : 0;  // for the lookup's part
-    // W needs the gradient of the logits: where it waits, there is one for each micro-batch.
-    bool w_waits = staged && config_number(c, "schedule") == ZB_H1;
-    double held = held_of(c, first ? 0 : (int)c->pp - 1), heads = !last ? 0 : w_waits ? held : 1;
+    // A block whose W waits keeps other bytes, and the head the gradients of its logits. In B, one
+    // micro-batch more comes to wait, block by block.
+    ScheduleKind schedule = (ScheduleKind)config_number(c, "schedule");
+    HeldFormula held = held_of(c, first ? 0 : (int)c->pp - 1);
+    bool w_waits = staged && schedule == ZB_H1;
+    double waiting = w_waits ? held.to_w - held.to_b : 0, in_b = w_waits ? (layers - 1) * p->waiting : 0;
+    double heads = !last ? 0 : schedule == AFAB ? held.to_w : 1 + waiting;
     LoneMemory m = {.weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
                     .gradients = zero < 2
                                      ? 6 * whole
                                      : 4 * own + (staged && zero == 3 ? 4 * whole + 2 * largest
                                                                       : gradients_at_work(p, ends) + waits),
                     .optimizer = 12 * (zero ? own : whole),
-                    .kept = held * (layers * p->block + p->tokens) + heads * p->head + p->always};
-    m.peak = m.weights + m.gradients + m.optimizer + m.kept + lone_beyond(p, last) +
+                    .kept = held.to_w * (layers * p->block + p->tokens) + waiting * layers * p->waiting +
+                            heads * p->head + p->always};
+    m.peak = m.weights + m.gradients + m.optimizer + m.kept + in_b + lone_beyond(p, last) +
              (staged ? 2 * p->message : 0);
     return m;
 }

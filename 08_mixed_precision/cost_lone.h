@@ -17,6 +17,7 @@ typedef struct LoneParts {
     double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
     double expert_rows, message;               // of `block`, at its experts; (n, h) between stages
     double most[3];                            // at the peaks of activations: embedding, block, head
+    double waiting;                            // bytes that a block keeps beyond those while its W waits
     double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
 LoneParts lone_parts(const Config *config);

@@ -182,13 +182,14 @@ static Step step_of(const Config *c, double message_bytes) {
     return step;
 }
 
-// Each figure is a straight line in the layers of a stage, and in the micro-batches once there are more than
-// stages (interleaved: in rows of p of them).
+// Each figure is a straight line in the layers of a stage, and in the micro-batches (interleaved: in rows of p
+// of them) once there are twice as many as stages. Before that the slowest stage need not be the one for
+// which all wait, and not all W that zero bubble delays have come.
 static Step extrapolated(const Config *config, double message_bytes) {
     int chunks =
         config_number(config, "schedule") == INTERLEAVED ? (int)config_number(config, "chunks") : 1;
     int64_t p = config->pp, stages = p * chunks, layers = config->layers, m = config->grad_acc;
-    int64_t row = chunks > 1 ? p : 1, rows = m > p + 2 * row ? (m - p - row) / row : 0;
+    int64_t row = chunks > 1 ? p : 1, rows = m > 2 * p + row ? (m - 2 * p) / row : 0;
     int64_t deeper = (layers - COUNTED_LAYERS) / stages, left = layers / stages - 2;
     if (deeper > left) deeper = left;
     if (deeper < 0) deeper = 0;

@@ -3,9 +3,10 @@
 //
 // The dry run has a process for each rank, and clock times that travel with the messages; the search has one
 // process that stands for all. States and kept activations of the fullest rank must be equal to the byte,
-// its peak within 0.5%, the step within 1%; the closed form of a step is little longer, so that the search
-// misses none of the best, and not much shorter. Recomputation's share of the time is about its share of
-// FLOPs. This file has no main: find_config.c shows it.
+// its peak within 0.5%, the step within 1%. The closed forms, which choose what is clocked, are no more than
+// 6% too long, so that the search misses none of the best, and not much too short; their peak is at most 10%
+// too low. Recomputation's share of the time is about its share of FLOPs. This file has no main:
+// find_config.c shows it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -57,6 +58,7 @@ static const Row rows[] = {
     {1, 2, 1, 4, 2, INTERLEAVED, 2, 0, 1, 12, 0},
     {2, 1, 2, 2, 2, ZB_H1, 1, 2, 2, 4, 0},
     {1, 2, 1, 4, 3, ZB_H1, 1, 0, 1, 8, 0},
+    {2, 1, 1, 4, 3, ZB_H1, 1, 0, 1, 24, 0},
     {4, 1, 1, 2, 3, AFAB, 1, 0, 1, 6, 0},
     {1, 2, 1, 4, 0, INTERLEAVED, 2, 2, 1, 4, 0},
     {1, 1, 4, 2, 0, ONE_F_ONE_B, 1, 0, 1, 6, 2},
@@ -105,23 +107,26 @@ static LoneMemory fullest_of(const Memory *memory, double kept, Group world) {
                         .peak = most};
 }
 
-// A layout as the search prices it: its step by closed forms, and clocked.
+// A layout as the search prices it: by closed forms, and clocked.
 typedef struct Priced {
-    double closed, step;
+    double closed_step, closed_peak, step;
     LoneMemory memory;
 } Priced;
 
 static void beside(const Row *r, Priced priced, const StepCost *run, LoneMemory held) {
     LoneMemory memory = priced.memory;
-    double closed = priced.closed / run->step_seconds - 1, step = priced.step / run->step_seconds - 1,
+    double closed_step = priced.closed_step / run->step_seconds - 1,
+           closed_peak = priced.closed_peak / held.peak - 1;
+    double step = priced.step / run->step_seconds - 1, peak = memory.peak / held.peak - 1,
            kept = memory.kept - held.kept;
-    double peak = memory.peak / held.peak - 1;
     double states = memory.weights - held.weights + memory.gradients - held.gradients + memory.optimizer -
                     held.optimizer;
-    say("  %3d %3d %3d %3d %2d %4d %4ld %4ld %9.2f ms %+7.1f%% %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B", r->dp,
-        r->cp, r->tp, r->pp, r->ep, r->zero, r->micro_batch, r->micro_batches, 1e3 * run->step_seconds,
-        100 * closed, 100 * step, 100 * peak, kept, states);
-    report_that(closed <= 0.06 && closed >= -0.3, "a closed form is %+.1f%% off its dry run", 100 * closed);
+    say("  %3d %3d %3d %3d %2d %4d %4ld %4ld %9.2f ms %+6.1f%% %+6.1f%% %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B",
+        r->dp, r->cp, r->tp, r->pp, r->ep, r->zero, r->micro_batch, r->micro_batches,
+        1e3 * run->step_seconds, 100 * closed_step, 100 * closed_peak, 100 * step, 100 * peak, kept, states);
+    report_that(closed_step <= 0.06 && closed_step >= -0.3 && closed_peak <= 0.25 && closed_peak >= -0.1,
+                "closed forms: step %+.1f%%, peak %+.1f%% off the dry run", 100 * closed_step,
+                100 * closed_peak);
     report_that(
         fabs(step) <= 0.01 && fabs(peak) <= 0.005 && kept == 0 && states == 0,
         "dp %d, cp %d, tp %d, pp %d, zero %d: step %+.2f%%, peak %+.2f%%, kept %+.0f B, states %+.0f B off "
@@ -143,7 +148,7 @@ static void beside_flops(const Config *c, const LoneParts *parts, double compute
 static Priced priced(const Config *c) {
     comm_stand_for_all(true);
     LoneParts parts = lone_parts(c);
-    Priced p = {.closed = lone_time(c, &parts).step};
+    Priced p = {.closed_step = lone_time(c, &parts).step, .closed_peak = lone_memory(c, &parts).peak};
     LoneTime time = lone_step(c, &parts, &p.memory);
     p.step = time.step;
     // A stage that has little but a wide head recomputes less than the others.
@@ -167,8 +172,9 @@ void agree(void) {
           comm_ranks());
     device_dry_run(true);
     say("\n%d layouts beside their dry runs on %d ranks, 16 layers of Llama 3 8B:\n", ROWS, RANKS);
-    say("  %3s %3s %3s %3s %2s %4s %4s %4s %12s %8s %8s %9s %9s %9s", "dp", "cp", "tp", "pp", "ep", "zero",
-        "mbs", "m", "dry run", "closed", "step", "peak", "kept", "states");
+    say("  %56s %15s", "closed forms:", "clocked:");
+    say("  %3s %3s %3s %3s %2s %4s %4s %4s %12s %7s %7s %8s %9s %9s %9s", "dp", "cp", "tp", "pp", "ep",
+        "zero", "mbs", "m", "dry run", "step", "peak", "step", "peak", "kept", "states");
     for (int i = 0; i < ROWS; i++) compare(&rows[i], "vocab=32000");
     if (comm_rank() == 0) say("  the same with a vocabulary of 262,144 and h = 2048:\n");
     for (int i = 0; i < WIDE; i++)
