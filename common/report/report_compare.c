@@ -154,10 +154,13 @@ static void judge_row(const Row *row, const Record *run, const Record *baseline,
         judge(false, "%s of %s%s%s: %lld elements differ from %s in all (relative %.2e, scale %.6g)%s",
               row->name, run->title, comma, row->tensor, (long long)row->differing, baseline->title,
               d->relative, d->scale, meaning(row, run, baseline, bound, first_loss));
-    else
-        judge(false, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g%s", row->name,
-              run->title, comma, row->tensor, baseline->title, d->relative, bound, d->scale,
+    else {
+        bool by_scale = d->relative <= bound;
+        judge(false, "%s of %s%s%s: off from %s by %.2e %s (bound %.2e), scale %.6g%s", row->name, run->title,
+              comma, row->tensor, baseline->title, by_scale ? fabs(d->scale - 1) : d->relative,
+              by_scale ? "in scale" : "relative", by_scale ? bound / 2 : bound, d->scale,
               meaning(row, run, baseline, bound, first_loss));
+    }
 }
 
 // Once: every later comparison of this program has the same dtype and size.
