@@ -144,7 +144,7 @@ static void mixtral_block(Mesh mesh, const Config *config) {
         c.seq / c.cp, ep);
     say("  %-26s %14s %16s %12s", "", "all-to-alls", "all-to-all, ms", "block, ms");
     for (int apart = 0; apart < 2; apart++) {
-        clock_set_nodes(apart ? 1 : ep);
+        clock_set_nodes(apart ? 1 : mesh.world.size);
         BlockSends block = block_sends(mesh, c);
         const char *where = apart ? "one GPU per node, network" : "all in one node, NVLink";
         say("  %-26s %14.0f %16.3f %12.3f", where, block.calls, 1e3 * block.seconds, 1e3 * block.step);

@@ -68,8 +68,9 @@ static void beside_plain(Mesh mesh, Config c, int ranks, bool verbose) {
     Hidden plain = step_with(mesh, &c, expert_layouts(), ranks),
            hops = step_with(mesh, &c, node_limited_layouts(), ranks);
     double tokens = hops.passes * (double)(c.micro_batch * c.seq / c.tp);
-    say("\nA step of all ranks, %d node%s of %d; a token takes %ld expert%s in at most %d node%s:\n", nodes,
-        plural(nodes), ranks, c.top_k, plural(c.top_k), most, plural(most));
+    int all = mesh.world.size / ranks;  // of which ep may be a part
+    say("\nA step of all ranks, %d node%s of %d; a token takes %ld expert%s in at most %d node%s:\n", all,
+        plural(all), ranks, c.top_k, plural(c.top_k), most, plural(most));
     say("  %-16s %20s %16s %16s", "", "sent across, a token", "bytes across", "bytes inside");
     print_step("plain dispatch", &plain, tokens, verbose);
     print_step("two hops", &hops, tokens, verbose);

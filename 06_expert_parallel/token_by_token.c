@@ -41,11 +41,15 @@ static int64_t rank_of(const double *value, int64_t count, int64_t i) {
     return rank;
 }
 
+// What a chosen expert's weight is in proportion to. Relative to the best logit: e^710 is infinite.
+static double score_of(const Config *c, double logit, double best) {
+    return c->moe == MOE_DEEPSEEK ? sigmoid(logit) : exp(logit - best);
+}
+
 static void choose(const Config *c, int32_t *chosen, double *weight, const double *logit) {
     int64_t e = c->experts, groups = c->expert_groups, each = e / groups;
     double value[e], group[groups], sum = 0;
-    bool by_sigmoid = c->moe == MOE_DEEPSEEK;
-    for (int64_t i = 0; i < e; i++) value[i] = by_sigmoid ? sigmoid(logit[i]) : logit[i];
+    for (int64_t i = 0; i < e; i++) value[i] = c->moe == MOE_DEEPSEEK ? sigmoid(logit[i]) : logit[i];
     for (int64_t g = 0; g < groups; g++) group[g] = worth(value + g * each, each);
     double open[e];
     for (int64_t i = 0; i < e; i++)
@@ -55,7 +59,7 @@ static void choose(const Config *c, int32_t *chosen, double *weight, const doubl
         if (rank < c->top_k) chosen[rank] = (int32_t)i;
     }
     for (int64_t j = 0; j < c->top_k; j++) {
-        weight[j] = by_sigmoid ? value[chosen[j]] : exp(logit[chosen[j]]);
+        weight[j] = score_of(c, logit[chosen[j]], logit[chosen[0]]);
         sum += weight[j];
     }
     for (int64_t j = 0; j < c->top_k; j++) weight[j] = weight[j] / sum * c->routed_scale;
@@ -64,16 +68,14 @@ static void choose(const Config *c, int32_t *chosen, double *weight, const doubl
 // d(weights)/d(logits), pair by pair:  w_i = scale s_i / S;  dw_i / ds_j = scale (i = j) / S - w_i / S
 static void choose_backward(const Config *c, double *dlogit, const double *dweight, const int32_t *chosen,
                             const double *weight, const double *logit) {
-    bool by_sigmoid = c->moe == MOE_DEEPSEEK;
-    double sum = 0;
-    for (int64_t j = 0; j < c->top_k; j++)
-        sum += by_sigmoid ? sigmoid(logit[chosen[j]]) : exp(logit[chosen[j]]);
+    double sum = 0, best = logit[chosen[0]];
+    for (int64_t j = 0; j < c->top_k; j++) sum += score_of(c, logit[chosen[j]], best);
     for (int64_t i = 0; i < c->experts; i++) dlogit[i] = 0;
     for (int64_t j = 0; j < c->top_k; j++) {
-        double s = by_sigmoid ? sigmoid(logit[chosen[j]]) : exp(logit[chosen[j]]), ds = 0;
+        double s = score_of(c, logit[chosen[j]], best), ds = 0;
         for (int64_t i = 0; i < c->top_k; i++)
             ds += dweight[i] * ((i == j ? c->routed_scale : 0) - weight[i]) / sum;
-        dlogit[chosen[j]] = ds * (by_sigmoid ? s * (1 - s) : s);
+        dlogit[chosen[j]] = ds * (c->moe == MOE_DEEPSEEK ? s * (1 - s) : s);
     }
 }
 

@@ -96,6 +96,11 @@ for ranks in 1 2 4 6 8; do
     passes "ep $ranks of $ranks ranks" expert_parallel --ranks $ranks --ep $ranks --experts 24 $one
 done
 passes "ep 2 of 4 ranks, SGD over 3 steps" expert_parallel
+if wanted "ep 2 of 4 ranks, all in one node"; then  # in the run above
+    awk '/^  all in one node/ { node = $NF } /^  one GPU per node/ { network = $NF }
+         END { exit !(node > 0 && node < network / 2) }' "$out"
+    report $? "ep 2 of 4 ranks, all in one node: so are the copies of experts that their all-reduce sums"
+fi
 passes "ep 2 of 2 ranks, documents" expert_parallel --ranks 2 --documents 32 $one
 passes "ep 1 of 2 ranks" expert_parallel --ranks 2 --ep 1 $quick
 passes "ep 3 of 6 ranks" expert_parallel --ranks 6 --ep 3 --experts 6 $quick

@@ -8,6 +8,12 @@ build=$build/06_expert_parallel
 verdict='tokens sent in two hops reproduce the single-device step'
 
 passes "4 nodes of 2; bytes; one node gets all; two in flight" node_limited_routing --layers 1 --steps 1
+if wanted "4 nodes of 1, two copies"; then
+    run "$build/node_limited_routing" --layers 1 --steps 1 --ranks 4 --ep 2 --gpus-per-node 1 \
+        --expert-groups 2 &&
+        grep -q '^A step of all ranks, 4 nodes of 1; a token takes 4 experts in at most 2 nodes:$' "$out"
+    report $? "4 nodes of 1, two copies of each expert: a step of all ranks is one of 4 nodes"
+fi
 hops() { local name=$1; shift; passes "$name" node_limited_routing --proof-only --layers 2 --steps 2 "$@"; }
 of_2="--ep 4 --expert-groups 2"  # nodes of 2
 hops "2 nodes of 2, one for each token, AdamW, tied" --ranks 4 $of_2 --groups-kept 1 --optimizer adamw \
