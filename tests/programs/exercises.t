@@ -47,6 +47,8 @@ tokens='input->b * model->config.seq'
 own="mean_loss_scale((double)count_labels(input->targets + i * $tokens, $tokens))"
 answer means grad_accumulation 00_single_gpu/grad_accumulation.c \
     "s{input->loss_scale\[i\]\)}{$own / (double)input->micro_batches)}"
+answer halved grad_accumulation 00_single_gpu/grad_accumulation.c \
+    's{input->loss_scale\[i\]\)}{input->loss_scale[i] / (double)input->micro_batches)}'
 answer narrow ddp_no_sync 01_data_parallel/ddp_no_sync.c 's/else params_accumulate.*//'
 answer full ddp_buckets 01_data_parallel/ddp_bucketed.c 's/bytes < bucket_bytes/bytes < 2 * bucket_bytes/'
 # The last bucket is not full, and never sent.
@@ -69,9 +71,9 @@ answer doubled zero2 02_zero/zero2.c 's/( *op_accumulate\(u->own_grads, .*\n)/$1
 answer borrowed tp_region 03_tensor_parallel/tensor_parallel.c \
     's/return tensor_share\(partial\);.*/return partial;/'
 run $course grade --from "$work/class" --json "$work/class.json"
-[ $status = 1 ] && grep -q '^0 pass, 17 fail, 0 not done$\|^1 pass, 16 fail, 0 not done$' "$out" &&
+[ $status = 1 ] && grep -q '^0 pass, 18 fail, 0 not done$\|^1 pass, 17 fail, 0 not done$' "$out" &&
     perl -MJSON::PP -e 'local $/; my $all = decode_json(<>);
-        exit(@$all != 17 || grep { !$_->{student} } @$all)' "$work/class.json"
+        exit(@$all != 18 || grep { !$_->{student} } @$all)' "$work/class.json"
 report $? "a class is graded, with exit status and JSON"
 says() {  # says STUDENT WORDS: the text below the student's line has the words
     awk -v "who=$1," '/^[A-Z]/ { on = index($0, who) } on' "$out" | tr -s '\n ' '  ' | grep -q -e "$2"
@@ -85,6 +87,7 @@ says memory 'Memory is above the formula'
 says ahead 'one_f_one_b, p = 4, m = 4, 4 stages: rank .* this rank ends too early'
 says receives 'both make one call of the two'
 says means 'A mean of means is another number'
+says halved 'scaled twice by 1 / the 2 micro-batches loss_scale already contains the division'
 says narrow 'the last one before it is sent'
 says past "does forward call the socket, with each expert's own slot"
 says waits 'waits [0-9.]* ms for hops, expected 0: .* The numbers are right, but communication is not overlapped'
