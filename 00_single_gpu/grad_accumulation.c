@@ -16,6 +16,7 @@
 #include <stdlib.h>
 
 #include "formulas.h"
+#include "report/diagnosis.h"
 #include "report/timeline.h"
 
 // ---- the technique ----
@@ -133,6 +134,10 @@ static void compare_parts(const Config *config, bool masked) {
     Bound bound = config->no_check ? bound_of(0) : train_bound(config, masked, &baseline);
     for (int64_t parts = 2; parts <= config->micro_batch; parts++) {
         if (config->micro_batch % parts) continue;
+        char *what = format_text("the %lld micro-batches", (long long)parts);
+        diagnosis_forget();
+        diagnosis_size(SIZE_MICRO_BATCHES, what, parts);  // a wrong factor may be this one
+        free(what);
         Record record = run_in_parts(config, masked, parts);
         print_row(config, parts, &record, &baseline);
         if (!config->no_check) report_compare(&record, &baseline, train_proof(config), bound);

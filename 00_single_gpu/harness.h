@@ -29,8 +29,8 @@ typedef struct Program {
     Before before;
     void (*leave_out)(Config *config);  // takes from it the flags that only this program's has; may be NULL
     const char *(*shown)(const Config *config);  // the title of its own column; NULL: the program's name
-    bool (*exact)(
-        const Config *config);  // whether sums run as on one device: no bit may differ; NULL: they do not
+    // Whether sums run as on one device, so that no bit may differ; NULL: they do not.
+    bool (*exact)(const Config *config);
     bool trains;                // always trains for real, and proves nothing: train.c, the baseline itself
     bool experts;               // needs a model with experts, and takes no dense one
     void (*plan)(Mesh mesh, const Config *config);  // shows something before training; may be NULL

@@ -197,6 +197,8 @@ int main(int argc, char **argv) {
         argc, argv, "Where the time and the memory of a training step go.",
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_RECOMPUTE | CONFIG_REPORT | CONFIG_CLOCK | CONFIG_TRACE,
         "steps=4", own, 2);
+    CHECK(config.steps >= 2,
+          "--steps 1 has no later step, whose peak the optimizer state would add to: --steps 2 would fit");
     // Unless named, the files go beside the program.
     char *beside[] = {format_text("%s.svg", argv[0]), format_text("%s.trace.json", argv[0])};
     if (!svg) svg = beside[0];

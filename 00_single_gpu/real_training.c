@@ -248,7 +248,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
     if (isnan(after)) report_that(false, "the held-out loss is NaN, which was %.4f before", before);
     else
         report_that(after < before || config->lr == 0 || config->init || config->resume,
-                    "the held-out loss did not fall: %.4f before, %.4f after", before, after);
+                    "the held-out loss did not fall: %.4f before, %.2g more after", before, after - before);
     return report_verdict("held-out loss %.3f -> %.3f nats in %lld step%s", before, after, (long long)steps,
                           plural(steps));
 }

@@ -193,8 +193,8 @@ void price_scale_kept(Price *price, Split split, double numerator, double denomi
 // ---- underflow.c: gradients that f16 rounds to zero when the loss is not scaled ----
 void underflow_warn(const Config *config);  // at the start: warns of it
 void underflow_begin(Trainer *trainer);
-void underflow_tell(
-    const Trainer *trainer);  // at the end, collective: reports their share, also in the verdict
+// At the end, collective: reports their share, also in the verdict.
+void underflow_tell(const Trainer *trainer);
 
 // ---- recompute.c, flash.c: techniques of a run on one device; kernel_choice.c: one for any program ----
 extern const Technique recompute, flash_attention, kernel_choice;

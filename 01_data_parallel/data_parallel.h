@@ -9,8 +9,8 @@
 // first count % n of them one more. Chunk i is summed from member i + 1 round to member i, rounded to t's
 // dtype at each addition; every member gets the same bits.
 Tensor ring_chunk(Tensor t, int i, Group ring);  // chunk i modulo n, borrowed
-void ring_reduce_scatter(Tensor t,
-                         Group ring);        // chunk `rank` becomes its sum; other chunks hold partial sums
+// Chunk `rank` becomes its sum; other chunks hold partial sums.
+void ring_reduce_scatter(Tensor t, Group ring);
 void ring_all_gather(Tensor t, Group ring);  // chunk i is taken from member i
 void ring_all_reduce(Tensor t, Group ring);  // both
 

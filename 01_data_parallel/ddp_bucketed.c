@@ -106,6 +106,9 @@ void *ddp_bucketed_plug(Model *model) {
         b->end_unit[i] = i ? b->first_unit[i - 1] : units;
         for (int unit = b->first_unit[i]; unit < b->end_unit[i]; unit++) b->of_unit[unit] = i;
     }
+    int left = b->count ? b->first_unit[b->count - 1] : units;
+    while (left > 0 && p->unit[left - 1].count == 0) left--;  // another stage's
+    CHECK(left == 0, "no bucket has the gradient of %s", p->unit[left - 1].name);
     wait_for_all(b, model);  // starts with nothing ready
     model->sockets.gradients.context = b;
     model->sockets.gradients.begin = before_more;

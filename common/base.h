@@ -122,8 +122,8 @@ typedef struct Option {
     void *target;  // int64_t * | double * | const char ** (TEXT, OUTPUT) | int * (of the choice) | bool *
     const char *standard;  // the default, as a user would type it; NULL: *target stays (FLAG: false)
     double min, max;       // bounds of INT and REAL, inclusive
-    const char *
-        detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: its name in --help, "FILE"
+    // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: its name in --help, "FILE"
+    const char *detail;
     const char *help;  // one line
     bool given;        // set by options_parse: the user typed it
 } Option;

@@ -86,9 +86,9 @@ static inline Bound bound_of(double both) {
 // does not. A tensor whose baseline is below noise (a millionth of the largest one) is not skipped but
 // measured relative to that noise; but if the baseline of a quantity is zero as a whole, nothing was
 // compared, and it fails. A bound of 0.5 or more would let a factor of two pass: the dtype is too coarse
-// for this size. Then what is outside the bound still fails; what is within it is UNPROVEN, which is said
-// once (report_verdict). Choices of experts in which the baseline followed the run are counted, and must have
-// been near ties: logits no further apart than the bound.
+// for this size, or for steps of this --lr. Then what is outside the bound still fails; what is within it is
+// UNPROVEN, which is said once (report_verdict). Choices of experts in which the baseline followed the run
+// are counted, and must have been near ties: logits no further apart than the bound.
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, Bound bound);
 // The bound for a dtype: 1e-10 for f64; for the others 4 times the error of the baseline against
 // `reference`, the same run in f64, so that the dtype itself sets the bound. For gradients this is their own

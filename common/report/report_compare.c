@@ -163,13 +163,16 @@ static void judge_row(const Row *row, const Record *run, const Record *baseline,
     }
 }
 
-// Once: every later comparison of this program has the same dtype and size.
-static void note_coarse(double bound) {
+// Once: every later comparison of this program has the same dtype and size. If the gradients of step 1 can be
+// judged, it is the steps that make rounding so large.
+static void note_coarse(Bound bound) {
+    const bool steps = bound.gradients < WEAKEST_BOUND;
     if (*report.coarse) return;
     snprintf(report.coarse, sizeof report.coarse,
-             "this dtype is too coarse for this size: its own error makes a bound of %.2e, which lets a "
-             "factor of two pass; a larger model or a wider --dtype can be judged",
-             bound);
+             "this dtype is too coarse for %s: its own error makes a bound of %.2e, which lets a factor of "
+             "two pass; a %s or a wider --dtype can be judged",
+             steps ? "steps of this --lr" : "this size", fmax(bound.gradients, bound.others),
+             steps ? "smaller --lr" : "larger model");
     say("  %s", report.coarse);
 }
 
@@ -225,7 +228,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
             if (i == GRADIENTS && routers.largest > 0) print_row(&routers);
         }
     }
-    if (isfinite(most) && most >= WEAKEST_BOUND) note_coarse(most);
+    if (isfinite(most) && most >= WEAKEST_BOUND) note_coarse(bound);
     // In the order in which a step computes them, since the first fault is the cause: the first loss, the
     // first step's gradients, their norm, the later losses, the final parameters.
     double first = baseline->steps > 0 ? run->loss[0] / baseline->loss[0] : 1;

@@ -32,8 +32,8 @@ typedef struct Config {
     // tokens take. experts = 0: a plain MLP. An expert's width is expert_ffn, or ffn if that is 0.
     int64_t experts, top_k, expert_ffn, shared_experts;
     int moe;  // MoeKind
-    int64_t expert_groups,
-        groups_kept;      // MOE_DEEPSEEK: a token's experts are in the best groups_kept of expert_groups
+    // MOE_DEEPSEEK: a token's experts are in the best groups_kept of expert_groups
+    int64_t expert_groups, groups_kept;
     double routed_scale;  // MOE_DEEPSEEK: multiplies the weights of the chosen
     bool tied;
     // Whether a flag of the shape was typed, which must not contradict a checkpoint's; whether --seq was.

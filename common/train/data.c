@@ -98,7 +98,10 @@ static int32_t token_at(const Data *data, int64_t i) {
 // ULTRASCALE_DATA names another one: what a test finds should not depend on a comment in the sources.
 static const char *default_corpus(void) {
     const char *wanted = getenv("ULTRASCALE_DATA");
-    if (wanted && *wanted) return wanted;
+    if (wanted && *wanted) {
+        CHECK(access(wanted, F_OK) == 0, "ULTRASCALE_DATA names %s, and no such file is there", wanted);
+        return wanted;
+    }
     static char path[PATH_MAX];
     static const char name[] = "/corpus.txt";
     ssize_t length = readlink("/proc/self/exe", path, sizeof path - sizeof name);

@@ -202,6 +202,8 @@ my @advice = (
     [qr/make it full: too (?:early|late)/, 'buckets',
         'A bucket ends with the unit that brings it to that many bytes: count the bytes of the sums, in '
         . 'their dtype.'],
+    [qr/no bucket has the gradient of/, 'buckets',
+        'The last bucket is sent even if it is not full: does it end with the unit that is ready last?'],
     [qr/other replicas, expected|where the replicas change/, 'buckets',
         'A bucket is one all-reduce: can it have units of other ranks, and does one of zero bytes need any?'],
     [qr/stays in \w+: after each micro-batch/, 'accumulate',
@@ -220,6 +222,9 @@ my @advice = (
     [qr/there is no peer -?\d+/, 'place',
         'Ranks are 0 to N - 1. In a line the first and the last have one neighbour, and leave one call out; '
         . 'in a ring neighbours are counted modulo N, and in C -1 % N is -1.'],
+    [qr/of the batch overlap/, 'place',
+        'What arrives would overwrite what is being sent, or what else arrives: does each chunk begin where '
+        . 'the one before it ends?'],
     [qr/sends itself|would overwrite/, 'place',
         'The source and the destination are the same memory, or the same rank: which of the two should '
         . 'be another?'],
@@ -256,8 +261,13 @@ my @advice = (
         'The parts do not add up to the whole: if N does not divide it, which rank has the remainder? Are '
         . 'the counts those of this group, one for each of its ranks? Are those of what is sent and of what '
         . 'arrives exchanged?'],
-    [qr/part \d+ has -?\d+ elements/, 'size',
-        'Are the counts those of this group, one for each of its ranks?'],
+    [qr/part \d+ has -?\d+/, 'size',
+        'Are the counts those of this group, one for each of its ranks? Is the tensor of a part as long as '
+        . 'that part, even if N does not divide the whole?'],
+    [qr/dimension \d+ of a tensor is -/, 'size',
+        'A count is negative: how many elements has a rank for which none are left?'],
+    [qr/not made of heads/, 'shape',
+        'Rows of Wq, Wk and Wv are heads of d elements each: does the rank store whole heads?'],
     [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden
         |in\sflight(?:,|\swhen)|not\sin\sflight/x,
         'overlap',

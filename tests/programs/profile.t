@@ -56,6 +56,7 @@ profiles $small --data "$work/none" --json "$work/p.json"
 one_line $? -F "$work/none" && grep -qE '"status":[[:space:]]*"ENDED"' "$work/p.json"
 report $? "a run that breaks says so in --json"
 
+refused 'has no later step' 00_single_gpu/profile --steps 1
 run "$profile" $small --svg "$work/no/folder.svg" --trace "$work/t.json"
 one_line $? -F --svg
 report $? "a picture that cannot be written is named"

@@ -49,6 +49,10 @@ refused "--machine is not one of grad_accumulation's flags" grad_accumulation --
 run "$build/train" $small --steps 1 --dry-run --temperature 1 &&
     grep -q '^PASS train: 1 step counted, none computed' "$out"
 report $? "a dry run takes each flag of the run, and counts one step"
+run "$build/train" --layers 1 --hidden 2 --heads 1 --kv-heads 1 --ffn 4 --seq 1 --steps 1 --micro-batch 6 \
+    --dtype f64 --seed 55 --lr 0.001 --sample 0
+[ $status = 1 ] && grep -qE '^FAIL train: .* did not fall: 5\.[0-9]+ before, [0-9.e-]+ more after' "$out"
+report $? "a loss that rises by less than is shown of it: by how much"
 for program in train grad_accumulation recompute; do
     passes "$program writes --json and --trace" $program $small --steps 12 --json "$work/$program.json" \
         --trace "$work/$program.trace"

@@ -298,6 +298,10 @@ static void the_default_corpus_lies_beside_the_program(void **state) {
     setenv("ULTRASCALE_DATA", in_folder("other.txt"), 1);
     status = run_copy(output, sizeof output);
     if (status != 0 || !strstr(output, "213 tokens")) fail_msg("0x%x: %s", status, output);
+    setenv("ULTRASCALE_DATA", in_folder("missing.txt"), 1);
+    status = run_copy(output, sizeof output);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE) fail_msg("0x%x: %s", status, output);
+    if (!strstr(output, "ULTRASCALE_DATA names") || !strstr(output, "missing.txt")) fail_msg("%s", output);
     unsetenv("ULTRASCALE_DATA");
 }
 

@@ -212,6 +212,11 @@ static void a_bound_that_lets_a_factor_of_two_pass_proves_nothing(void **context
     assert_verdict(STATUS_UNPROVEN,
                    "UNPROVEN test_report: this dtype is too coarse for this size: its own error makes a "
                    "bound of 5.00e-01");
+    // Gradients are those of step 1, before the optimizer.
+    assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9}));
+    assert_verdict(STATUS_UNPROVEN,
+                   "UNPROVEN test_report: this dtype is too coarse for steps of this --lr: its own error "
+                   "makes a bound of 9.00e-01, which lets a factor of two pass; a smaller --lr or a wider");
     assert_true(compare(pair, PROOF_ROUNDED, 0.49));
     assert_verdict(STATUS_PASS, "PASS");
     // What is wrong stays wrong.
