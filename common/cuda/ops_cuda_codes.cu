@@ -316,19 +316,16 @@ void kernel_decode(DType dtype, void *y, DType codes_dtype, const void *codes, c
 // are exact in f32.
 template <class A, class CodeA, class CodeB>
 __device__ inline A add_products(A sum, const CodeA *a, const CodeB *b, int64_t count, int bits) {
+    const auto product = [&](int64_t i) { return (A)wide(a[i]) * (A)wide(b[i]); };
     A all = 0, largest = fabs(sum);
-    for (int64_t i = 0; i < count; i++) {
-        const A product = (A)wide(a[i]) * (A)wide(b[i]);
-        all += product;
-        largest = fmax(largest, fabs(product));
-    }
+    for (int64_t i = 0; i < count; i++) all += product(i), largest = fmax(largest, fabs(product(i)));
     all += sum;
     if (!bits || largest == 0 || !isfinite(all)) return all;
     const int last = ilogb(largest) + 1 - bits;
-    const A unit = ldexp((A)1, last), units = ldexp((A)1, -last);
+    const A units = ldexp((A)1, -last);
     all = trunc(sum * units);
-    for (int64_t i = 0; i < count; i++) all += trunc((A)wide(a[i]) * (A)wide(b[i]) * units);
-    return all * unit;
+    for (int64_t i = 0; i < count; i++) all += trunc(product(i) * units);
+    return ldexp(all, last);
 }
 
 template <class T, class CodeA, class CodeB>
