@@ -6,7 +6,7 @@
 //
 // Long sums: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products (DeepSeek-V3), so products
 // that are small beside the sum are lost, and more of them the longer the sum is. They add 32 products at a
-// time, each cut off where the largest of these and of the sum so far ends after 14 bits (sum_in_bits). Sums
+// time, each cut off where the largest of these and the sum so far ends after 14 bits (sum_in_bits). Sums
 // that are moved to f32 every 128 products stay short.
 //
 // This file has no main: fp8.c runs it.

@@ -325,7 +325,8 @@ __device__ inline A add_products(A sum, const CodeA *a, const CodeB *b, int64_t 
     const A units = ldexp((A)1, -last);
     all = trunc(sum * units);
     for (int64_t i = 0; i < count; i++) all += trunc(product(i) * units);
-    return ldexp(all, last);
+    const int more = all == 0 ? 0 : ilogb(all) + 1 - bits;
+    return more > 0 ? ldexp(trunc(ldexp(all, -more)), last + more) : ldexp(all, last);
 }
 
 template <class T, class CodeA, class CodeB>

@@ -175,7 +175,8 @@ double sum_in_bits(double sum, const double *products, int count, int bits) {
     const double unit = ldexp(1, last), units = ldexp(1, -last);
     all = trunc(sum * units);
     for (int i = 0; i < count; i++) all += trunc(products[i] * units);
-    return all * unit;
+    const int more = all == 0 ? 0 : ilogb(all) + 1 - bits;
+    return more > 0 ? ldexp(trunc(ldexp(all, -more)), more) * unit : all * unit;
 }
 
 // ---- many values ----

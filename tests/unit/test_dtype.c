@@ -381,10 +381,14 @@ static void integers_pass_exactly_and_saturate(void **state) {
     assert_memory_equal(expected, back, sizeof expected);
 }
 
-// 201696 is below 2^18, so 14 bits of it end with 16. Each number by itself is cut, not their sum.
+// 201696 is below 2^18, so 14 bits of it end with 16. Each number is cut by itself before their sum is.
 static void sums_in_bits_lose_what_is_small_beside_the_largest(void **state) {
     (void)state;
     const double small[] = {15, 15, -15, 31.5, -16, 0x1p-20}, large[] = {-0x1p20}, endless[] = {INFINITY, 1};
+    const double ones[] = {1, 1};
+    assert_true(sum_in_bits(16383, ones, 1, 14) == 16384);  // which is 2^14
+    assert_true(sum_in_bits(-16385, ones, 0, 14) == -16384);
+    assert_true(sum_in_bits(16383, ones, 2, 14) == 16384);
     assert_true(sum_in_bits(201696, small, 2, 14) == 201696);
     assert_true(sum_in_bits(201696, small, 6, 14) == 201696 + 16 - 16);
     assert_true(sum_in_bits(-201696, small, 6, 14) == -201696 + 16 - 16);
