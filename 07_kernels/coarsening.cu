@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS)
     typedef Places<TM> Rows;
     typedef Places<TN> Columns;
     __shared__ __align__(16) float tile_a[K][Rows::TILE + PAD];
-    __shared__ __align__(16) float tile_b[K][Columns::TILE];
+    __shared__ __align__(16) float tile_b[K][Columns::TILE + (TRANSPOSED_B ? PAD : 0)];
     const int t = threadIdx.x, ty = t / SIDE, tx = t % SIDE;
     const int64_t row0 = (int64_t)blockIdx.y * Rows::TILE, column0 = (int64_t)blockIdx.x * Columns::TILE;
     // what is left of C, in one register each
@@ -65,14 +65,16 @@ __global__ void __launch_bounds__(THREADS)
     float sum[TM][TN] = {};
     for (int64_t k0 = 0; k0 < s; k0 += K) {
 #pragma unroll
-        for (int i = 0; i < TM; i++) {  // lanes run along k, the contiguous dimension of A
-            const int k = t % K, row = t / K + i * (THREADS / K);
+        for (int i = 0; i < TM; i++) {  // lanes run along the contiguous dimension of A as it is stored: k
+            const int at = t + i * THREADS, k = TRANSPOSED_A ? at / Rows::TILE : t % K;
+            const int row = TRANSPOSED_A ? at % Rows::TILE : t / K + i * (THREADS / K);
             const int64_t from = TRANSPOSED_A ? (k0 + k) * m + row0 + row : (row0 + row) * s + k0 + k;
             tile_a[k][row] = row < rows && k0 + k < s ? a[from] : 0;
         }
 #pragma unroll
         for (int i = 0; i < TN; i++) {
-            const int k = (t + i * THREADS) / Columns::TILE, column = (t + i * THREADS) % Columns::TILE;
+            const int at = t + i * THREADS, k = TRANSPOSED_B ? t % K : at / Columns::TILE;
+            const int column = TRANSPOSED_B ? t / K + i * (THREADS / K) : at % Columns::TILE;
             const int64_t from =
                 TRANSPOSED_B ? (column0 + column) * s + k0 + k : (k0 + k) * n + column0 + column;
             tile_b[k][column] = k0 + k < s && column < columns ? b[from] : 0;

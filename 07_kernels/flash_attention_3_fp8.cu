@@ -25,9 +25,9 @@
 // (chapter 08), and O is one: with 4096 keys it is truncated 128 times, which costs less than P's rounding.
 //
 // Proof: every code and scale, bit for bit; then each row of O against f64 on the decoded numbers. P is
-// rounded to nearest: off by at most e = 2^-4 of itself, e / sqrt(3) on average, independently. Sums of
-// scores, truncated four times, are off by up to d = 2^-11 sum|q k|; O, for n keys, by c = 2^-13 n / 32 of
-// itself. So a row's error is about
+// rounded to nearest: off by at most e = 2^-4 of itself, e / sqrt(3) on average, independently. What tensor
+// cores cut off is less: of a score below d = 2^-11 sum|q k|, and of O, for n keys, about c = 2^-13 n / 32
+// of itself. So a row's error is about
 //     sqrt(sum over columns of (O c)^2 + sum over keys of (P V)^2 (e^2 / 3 + d^2)), and may be twice it.
 // Run: build/07_kernels/flash_attention_3_fp8           (--head-size 64, --size 8192, --verbose)
 // Last line: PASS flash_attention_3_fp8: the busiest part, shared, takes 0.57 of what products take …

@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(BLOCK, N == 1 ? 0 : 4)
                   const T *dx_new, int64_t rows, int h, float inverse_h) {
     DYNAMIC_SHARED(float, g);
     __shared__ float sums[WARPS];
-    float *u = g + h, *dw = u + h, d[N], unit[N], scaled[N];
+    constexpr int AHEAD = N == 1 ? 8 : 1;
+    float *u = g + h, *dw = u + h, d[N], unit[N], scaled[N], next[AHEAD][N];
     const int packs = h / N;
     for (int i = threadIdx.x; i < packs; i += BLOCK)
 #pragma unroll
@@ -98,14 +99,21 @@ __global__ void __launch_bounds__(BLOCK, N == 1 ? 0 : 4)
             }
         }
         const float mean = over_block<added, WARPS>(sum, 0, sums) * inverse_h;
-        for (int i = threadIdx.x; i < packs; i += BLOCK) {
-            if (FUSED) load_pack(unit, dx_new + row * h + i * N);
+        // behind a store to dx, which may be dx_new, loads would wait: several are in flight before it
+        for (int first = threadIdx.x; first < packs; first += AHEAD * BLOCK) {
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                d[j] = fmaf(-u[j * packs + i], mean, g[j * packs + i]);
-                d[j] = FUSED ? fmaf(scale, d[j], unit[j]) : scale * d[j];
+            for (int k = 0; k < AHEAD; k++)
+                if (FUSED && first + k * BLOCK < packs)
+                    load_pack(next[k], dx_new + row * h + (first + k * BLOCK) * N);
+#pragma unroll
+            for (int k = 0, i = first; k < AHEAD && i < packs; k++, i += BLOCK) {
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    d[j] = fmaf(-u[j * packs + i], mean, g[j * packs + i]);
+                    d[j] = FUSED ? fmaf(scale, d[j], next[k][j]) : scale * d[j];
+                }
+                store_pack(dx + row * h + i * N, d);
             }
-            store_pack(dx + row * h + i * N, d);
         }
         __syncthreads();  // all threads have read the sums
     }
@@ -382,7 +390,7 @@ int main(int argc, char **argv) {
     for (Version way : {FORWARD, BACKWARD}) {
         begin(&options, way, 32, n, h);
         row<float>(way, "two kernels", way == FORWARD ? 32 : 40, n, (int)h);
-        row<float>((Version)(way + 1), "fused", way == FORWARD ? 32 : 40, n, (int)h);
+        row<float>((Version)(way + 1), "fused", way == FORWARD ? 32 : 48, n, (int)h);
     }
     for (Version fused : {FORWARD_FUSED, BACKWARD_FUSED}) {
         begin(&options, (Version)(fused - 1), 16, n, h);

@@ -5,9 +5,9 @@
 // tensor then pushes all others to the lower end of the codes; a tile's scale only those of its tile.
 //
 // Long sums: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products (DeepSeek-V3), so products
-// that are small beside the sum are lost, and more of them the longer the sum is. This is modelled by
-// truncating the sum to 14 bits after every 32 products. Sums that are moved to f32 every 128 products stay
-// short.
+// that are small beside the sum are lost, and more of them the longer the sum is. They add 32 products at a
+// time, each cut off where the largest of these and the sum so far ends after 14 bits (sum_in_bits). Sums
+// that are moved to f32 every 128 products stay short.
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>

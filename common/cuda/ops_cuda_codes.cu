@@ -312,12 +312,21 @@ void kernel_decode(DType dtype, void *y, DType codes_dtype, const void *codes, c
 
 // ---- the multiply ----
 
-// x truncated to so many significant bits, towards zero.
-template <class A>
-__device__ inline A cut(A x, int bits) {
-    int power;
-    const double fraction = frexp((double)x, &power);
-    return (A)ldexp(trunc(ldexp(fraction, bits)), power - bits);
+// sum + the products of `count` codes; with `bits`, as sum_in_bits (tensor/tensor.h), whose sums of 14 bits
+// are exact in f32.
+template <class A, class CodeA, class CodeB>
+__device__ inline A add_products(A sum, const CodeA *a, const CodeB *b, int64_t count, int bits) {
+    const auto product = [&](int64_t i) { return (A)wide(a[i]) * (A)wide(b[i]); };
+    A all = 0, largest = fabs(sum);
+    for (int64_t i = 0; i < count; i++) all += product(i), largest = fmax(largest, fabs(product(i)));
+    all += sum;
+    if (!bits || largest == 0 || !isfinite(all)) return all;
+    const int last = ilogb(largest) + 1 - bits;
+    const A units = ldexp((A)1, -last);
+    all = trunc(sum * units);
+    for (int64_t i = 0; i < count; i++) all += trunc(product(i) * units);
+    const int more = all == 0 ? 0 : ilogb(all) + 1 - bits;
+    return more > 0 ? ldexp(trunc(ldexp(all, -more)), last + more) : ldexp(all, last);
 }
 
 template <class T, class CodeA, class CodeB>
@@ -333,13 +342,9 @@ __global__ void multiply_codes(T *c, KernelCodes a, KernelCodes b, int64_t m, in
         for (int64_t first = 0; first < k; first += segment) {
             const int64_t end = least(first + segment, k);
             A partial = 0;
-            for (int64_t from = first; from < end; from += depth) {
-                A step = 0;
-                for (int64_t l = from; l < least(from + depth, end); l++)
-                    step += (A)wide(((const CodeA *)a.codes)[i * k + l]) *
-                            (A)wide(((const CodeB *)b.codes)[j * k + l]);
-                partial = bits ? cut(partial + step, bits) : partial + step;
-            }
+            for (int64_t from = first; from < end; from += depth)
+                partial = add_products(partial, (const CodeA *)a.codes + i * k + from,
+                                       (const CodeB *)b.codes + j * k + from, least(depth, end - from), bits);
             sum += partial * ((A)a.scale[i / a.rows * tiles_a + first / a.tile_columns] *
                               (A)b.scale[j / b.rows * tiles_b + first / b.tile_columns]);
         }

@@ -2,9 +2,8 @@
 // Multiply-Accumulate Instructions". Each warp has its rows of a product, which is computed when the warp
 // waits for it: until then its sums are 0xff (NaN), as these registers must not be read, and its tiles are
 // checked twice, when it is issued and when it is done. Sums are f32, one product after another; a tensor
-// core may add in another order, and round less carefully. With 8-bit numbers, Hopper's tensor cores keep
-// about 14 bits of a sum (DeepSeek-V3, 2024, section 3.3.2); here it is truncated to these after every 32
-// products.
+// core may add in another order, and round less carefully. With 8-bit numbers, Hopper's tensor cores add 32
+// products at a time, of which they keep 14 bits (sum_in_bits, tensor/tensor.h).
 //
 // A group must begin with wgmma_fence, even if the ISA does not require it because the sums were not accessed
 // since the last one.
@@ -274,13 +273,13 @@ static void read_right(const CudaWgmma &x) {
 // Not in the header: code that is compiled with a kernel would be counted as its work.
 float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
 
-// sum += 32 products of 8-bit numbers, truncated.
+// sum += 32 products of 8-bit numbers, in as many bits.
 static void multiply_8_bits(float (*sum)[MOST_N], int n) {
     for (int row = 0; row < WARP_ROWS; row++)
         for (int column = 0; column < n; column++) {
-            double step = sum[row][column];  // exact for 32 products of 8-bit numbers
-            for (int k = 0; k < MOST_K; k++) step += (double)left[row][k] * right[k][column];
-            sum[row][column] = (float)cut_to_bits(step, BITS_OF_8_BIT_SUM);
+            double products[MOST_K];
+            for (int k = 0; k < MOST_K; k++) products[k] = (double)left[row][k] * right[k][column];
+            sum[row][column] = (float)sum_in_bits(sum[row][column], products, MOST_K, BITS_OF_8_BIT_SUM);
         }
 }
 

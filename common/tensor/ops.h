@@ -251,7 +251,7 @@ void op_decode(Tensor y, Tensor codes, Tensor scale, Tile tile);  // y = codes *
 // sum ends with each tile of k, is scaled, and is added in f32 (f64 if c is f64). Both operands have the
 // same tile.columns, unless one is 0.
 typedef struct CodesSum {
-    int bits;         // of a partial sum, truncated after every 32 products as on a Hopper; 0: f32
+    int bits;         // of a partial sum, as a Hopper adds 32 products to it (sum_in_bits); 0: f32
     int64_t promote;  // the most products in a partial sum before it is added in f32; 0: k, all in f32
 } CodesSum;
 // As `promote`: k products, and tensor cores may keep the sum in their own precision, the "fast

@@ -33,8 +33,10 @@ float f32_from_e4m3(uint8_t code);
 uint8_t e5m2_from_f32(float x);
 float f32_from_e5m2(uint8_t code);
 
-// x truncated to this many significant bits, towards zero, as a Hopper truncates sums of 8-bit products.
-double cut_to_bits(double x, int bits);
+// sum + products, as a Hopper adds products of 8-bit numbers (DeepSeek-V3, section 3.5.2; Xie et al.,
+// MMA-Sim, 2025): each is cut off, towards zero, below the last of the `bits` bits that the largest keeps;
+// what is left is added exactly; and of the result, too, only as many bits are kept.
+double sum_in_bits(double sum, const double *products, int count, int bits);
 
 // Converts count elements in host memory; f64 to a 16- or 8-bit type is rounded to f32 first.
 void dtype_convert(void *to, DType to_dtype, const void *from, DType from_dtype, int64_t count);

@@ -158,6 +158,7 @@ orders "of the exponentials a quarter or more does not wait for dP" flash_attent
     E5Heads 4 "$(exponentials 8)"
 orders "dQ is added without a branch between" flash_attention_3_backward attention_backward 8 'r{32}'
 orders "what is in C is loaded at once" hopper_fp8 matmul 8 'l{30}'
+orders "what is in dx' is loaded at once" fused_norm norm_backward 6 '\|[^s|]*l{8}'
 orders "what is in dQ is loaded at once" flash_attention_2_tensor_backward Li128E5Heads 4 'l{12}'
 # The table of the book's kernels has products that no program runs: transposed, and adding.
 if wanted "coarsening: no product of the book's table spills"; then

@@ -381,6 +381,25 @@ static void integers_pass_exactly_and_saturate(void **state) {
     assert_memory_equal(expected, back, sizeof expected);
 }
 
+// 201696 is below 2^18, so 14 bits of it end with 16. Each number is cut by itself before their sum is.
+static void sums_in_bits_lose_what_is_small_beside_the_largest(void **state) {
+    (void)state;
+    const double small[] = {15, 15, -15, 31.5, -16, 0x1p-20}, large[] = {-0x1p20}, endless[] = {INFINITY, 1};
+    const double ones[] = {1, 1};
+    assert_true(sum_in_bits(16383, ones, 1, 14) == 16384);  // which is 2^14
+    assert_true(sum_in_bits(-16385, ones, 0, 14) == -16384);
+    assert_true(sum_in_bits(16383, ones, 2, 14) == 16384);
+    assert_true(sum_in_bits(201696, small, 2, 14) == 201696);
+    assert_true(sum_in_bits(201696, small, 6, 14) == 201696 + 16 - 16);
+    assert_true(sum_in_bits(-201696, small, 6, 14) == -201696 + 16 - 16);
+    assert_true(sum_in_bits(127.5, large, 1, 14) == -0x1p20);
+    assert_true(sum_in_bits(128.5, large, 1, 14) == 128 - 0x1p20);
+    assert_true(sum_in_bits(0, small, 5, 14) == 30.5);
+    assert_true(sum_in_bits(0, small, 0, 14) == 0);
+    assert_true(sum_in_bits(1, endless, 2, 14) == INFINITY);
+    assert_true(isnan(sum_in_bits(-INFINITY, endless, 2, 14)));
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(sizes_and_names),
@@ -398,6 +417,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_pair_of_dtypes_converts),
         cmocka_unit_test(f64_goes_to_narrow_types_through_f32),
         cmocka_unit_test(integers_pass_exactly_and_saturate),
+        cmocka_unit_test(sums_in_bits_lose_what_is_small_beside_the_largest),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

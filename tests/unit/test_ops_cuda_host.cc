@@ -240,6 +240,22 @@ static void uploads_wait_for_nobody(void **) {
     }
 }
 
+// The book's products in f32: lanes load neighbours, however the operands are stored.
+static void transposed_products_load_whole_sectors(void **) {
+    constexpr int64_t SIDE = 128, COUNT = SIDE * SIDE;
+    const Device a(F32, random_numbers(F32, COUNT, 1)), b(F32, random_numbers(F32, COUNT, 2));
+    int64_t plain[2] = {}, counted[2] = {};
+    for (int how = 0; how < 4; how++) {
+        Device c(F32, Doubles(COUNT));
+        if (cuda_count_begin) cuda_count_begin();
+        assert_true(kernel_table_linked()->matmul(F32, F32, c.at, a.at, b.at, SIDE, SIDE, SIDE, how & 1,
+                                                  how & 2, 0));
+        if (cuda_count_end_global) cuda_count_end_global(&counted[0], &counted[1]);
+        if (how == 0) memcpy(plain, counted, sizeof plain);
+        assert_memory_equal(counted, plain, sizeof plain);
+    }
+}
+
 // Codes (ROWS, COLUMNS) from bf16. Not transposed, a thread takes a pack of 16: three requests for a warp's
 // 512. Transposed, a warp loads 32 elements of a row of x, and stores 32 of a row of codes. So each sector
 // moves once. To find the maximum, a thread takes 8 at a time, and a block or, for a small tile, a warp
@@ -335,6 +351,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
         cmocka_unit_test(what_does_not_fit_into_shared_memory_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
+        cmocka_unit_test(transposed_products_load_whole_sectors),
         cmocka_unit_test(codes_move_whole_sectors),
         cmocka_unit_test(amax_has_all_of_its_tile),
     };
