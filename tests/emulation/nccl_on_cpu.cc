@@ -151,6 +151,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id
     if (strncmp(id.internal, "/nccl-on-cpu-", 13))
         return refuse(ncclInvalidArgument, "this id was not made by ncclGetUniqueId");
     const char *wanted = getenv("NCCL_COMM_BLOCKING");  // overrules the program
+    const char *slow = getenv("NCCL_ON_CPU_SLOW");      // seconds, for testing a slow start
+    if (slow) sleep((unsigned)atoi(slow));
     *comm = comm_new(id.internal, ranks, rank, wanted ? atoi(wanted) != 0 : config->blocking != 0);
     return started(*comm);
 }
