@@ -194,7 +194,7 @@ if about mpi "what ranks share"; then
 fi
 # If the launcher is killed, mpirun ends with it; the next start removes what they left, and nothing of a run
 # that still exists.
-if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/null; then
+if about mpi "a killed launcher" && unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
         $(declare -f know_each_other); files() { find /dev/shm -type f | wc -l; }
         $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4)
@@ -442,13 +442,15 @@ not_met='the ranks have not met in 21 s \(--timeout, and 20 s to start\): one is
 report $? "a rank stopped while they start: $(head -n 1 "$err")"
 
 if unshare -m --propagation private true 2>/dev/null; then
-    run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
-        $comm --scenario late --timeout 60 & launcher=\$!
-        for i in \$(seq 300); do [ \$(find /dev/shm -type f | wc -l) = 4 ] && break; sleep 0.1; done
-        find /dev/shm -type f | wc -l
-        kill -9 \$(cat /proc/\$launcher/task/*/children); wait \$launcher; ls -A /dev/shm | wc -l"
-    [ "$(tr '\n' ' ' <"$out")" = '4 0 ' ]
-    report $? "an mpirun that is killed leaves nothing in /dev/shm"
+    if about mpi "an mpirun that is killed leaves nothing in /dev/shm"; then
+        run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
+            $comm --scenario late --timeout 60 & launcher=\$!
+            for i in \$(seq 300); do [ \$(find /dev/shm -type f | wc -l) = 4 ] && break; sleep 0.1; done
+            find /dev/shm -type f | wc -l
+            kill -9 \$(cat /proc/\$launcher/task/*/children); wait \$launcher; ls -A /dev/shm | wc -l"
+        [ "$(tr '\n' ' ' <"$out")" = '4 0 ' ]
+        report $? "an mpirun that is killed leaves nothing in /dev/shm"
+    fi
     for size in 8M 20M; do
         [ $size = 8M ] || about mpi "a /dev/shm of $size" || continue
         run unshare -m --propagation private bash -c \
