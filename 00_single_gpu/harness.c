@@ -329,11 +329,11 @@ int program_main(int argc, char **argv, const Program *own_program) {
     report_json(config.json);
     timeline_start(&config, mesh.world);
     if (!program->trains) mesh_print(&mesh, shape);
+    device_dry_run(dry_run);
     config_print(&config);
     if (from)
         say("begins with the weights%s of %s%s", config.resume ? " and the optimizer" : "", from,
             config.resume ? "" : ", at step 0");
-    device_dry_run(dry_run);
     name_sizes(&config);
     underflow_warn(&config);
     if (kernel_choice.enabled(&config)) whole.exact = NULL;  // other kernels sum in another order

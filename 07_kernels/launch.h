@@ -10,6 +10,15 @@
 #include "cuda/gpu.h"
 #include "kernels.h"
 
+static inline void need_gpu(void) {
+    int count;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    CHECK(status == cudaSuccess,
+          "no GPU can be used here (%s): see whether nvidia-smi lists one; `make` without OPS=cuda builds "
+          "for the CPU",
+          cudaGetErrorString(status));
+}
+
 // A device array, released with its scope.
 template <class T>
 struct Array {
@@ -19,6 +28,7 @@ struct Array {
     explicit Array(int64_t count) : count(count) {
         const size_t bytes = (size_t)(count + 1) * sizeof(T);
         size_t available = 0, all = 0;
+        need_gpu();
         CUDA_CHECK(cudaMemGetInfo(&available, &all));
         const cudaError_t error = cudaMalloc(&at, bytes);
         CHECK(error != cudaErrorMemoryAllocation,
@@ -203,6 +213,7 @@ static inline void need_hopper(const KernelsOptions *options, const char *name) 
     CHECK(options->gpu == 1, "--gpu a100 has neither TMA nor wgmma, of which %s is made: h100 has them",
           name);
     cudaDeviceProp device;
+    need_gpu();
     CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
     CHECK(device.major == 9,
           "%s needs TMA and wgmma of compute capability 9.0 (H100, H200), which this %s of %d.%d lacks",

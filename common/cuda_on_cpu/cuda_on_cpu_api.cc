@@ -38,6 +38,7 @@ static const struct {
     {cudaErrorMemoryAllocation, "out of memory"},
     {cudaErrorInitializationError, "initialization error"},
     {cudaErrorInvalidConfiguration, "invalid configuration argument"},
+    {cudaErrorNoDevice, "no CUDA-capable device is detected"},
     {cudaErrorInvalidDevice, "invalid device ordinal"},
     {cudaErrorNotReady, "device not ready"},
 };

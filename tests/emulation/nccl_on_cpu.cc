@@ -8,7 +8,8 @@
 //     asked (ncclCommGetAsyncError), and a call on a communicator that is not ready is refused
 //   - the members of a collective must call the same one, with equal counts, types, operations and roots; a
 //     receive must have the size of its send. NCCL would hang, or write beyond an array
-//   - all arrays are entirely in device memory
+//   - all arrays are entirely in device memory; those of a call are disjoint, or in place as NCCL defines it,
+//     and no call writes what another of its group reads or writes: NCCL would give wrong results
 //   - two ranks of one host (NCCL_HOSTID, read when the first communicator is made) on one GPU are refused
 //   - nothing works after ncclCommAbort; a peer that has died is ncclRemoteError
 //   - two ranks that connect for transfers must ask for the same number of connections: see connect()
@@ -150,6 +151,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id
     if (strncmp(id.internal, "/nccl-on-cpu-", 13))
         return refuse(ncclInvalidArgument, "this id was not made by ncclGetUniqueId");
     const char *wanted = getenv("NCCL_COMM_BLOCKING");  // overrules the program
+    const char *slow = getenv("NCCL_ON_CPU_SLOW");      // seconds, for testing a slow start
+    if (slow) sleep((unsigned)atoi(slow));
     *comm = comm_new(id.internal, ranks, rank, wanted ? atoi(wanted) != 0 : config->blocking != 0);
     return started(*comm);
 }
@@ -282,6 +285,50 @@ ncclResult_t ncclGroupStart(void) {
     return ncclSuccess;
 }
 
+// What an operation reads and writes on this rank.
+struct Arrays {
+    const char *read, *write;
+    size_t reads, writes;
+};
+
+static Arrays arrays_of(ncclComm_t c, const Op &op) {
+    const Header &h = op.header;
+    const size_t one = (size_t)h.count * size_of((ncclDataType_t)h.type), all = one * (size_t)c->ranks;
+    const bool root = h.root == c->rank;
+    Arrays a = {(const char *)op.from, (const char *)op.to, one, one};
+    if (h.call == ALL_GATHER) a.writes = all;
+    if (h.call == REDUCE_SCATTER) a.reads = all;
+    if (!op.from || (h.call == BROADCAST && !root)) a.reads = 0;
+    if (!op.to || (h.call == REDUCE && !root)) a.writes = 0;
+    return a;
+}
+
+static bool overlap(const char *a, size_t of_a, const char *b, size_t of_b) {
+    return of_a && of_b && a < b + of_b && b < a + of_a;
+}
+
+// NCCL does the operations of a group at the same time, and each of them piece by piece.
+static ncclResult_t check_arrays(ncclComm_t c) {
+    for (const Op &op : grouped) {
+        const Arrays a = arrays_of(c, op);
+        const size_t own = (size_t)c->rank * (a.reads < a.writes ? a.reads : a.writes);
+        const bool in_place = op.header.call == ALL_GATHER       ? a.read == a.write + own
+                              : op.header.call == REDUCE_SCATTER ? a.write == a.read + own
+                                                                 : a.read == a.write;
+        if (!in_place && overlap(a.read, a.reads, a.write, a.writes))
+            return refuse(ncclInvalidUsage, "%s: its arrays overlap, and not as they do in place",
+                          call_names[op.header.call]);
+        for (const Op &other : grouped) {
+            const Arrays b = arrays_of(c, other);
+            if (&other != &op && (overlap(a.write, a.writes, b.read, b.reads) ||
+                                  overlap(a.write, a.writes, b.write, b.writes)))
+                return refuse(ncclInvalidUsage, "%s writes what %s of the same group reads or writes",
+                              call_names[op.header.call], call_names[other.header.call]);
+        }
+    }
+    return ncclSuccess;
+}
+
 // NCCL_ON_CPU_LOST=RANK:SIGNAL, for tests of what happens to the others: this rank is killed or stopped in
 // its first call.
 static void lose(ncclComm_t c) {
@@ -295,6 +342,8 @@ ncclResult_t ncclGroupEnd(void) {
     if (--depth > 0 || grouped.empty()) return ncclSuccess;
     ncclComm_t c = grouped_on;
     lose(c);
+    const ncclResult_t apart = check_arrays(c);
+    if (apart != ncclSuccess) return grouped.clear(), apart;
     connect(c);
     for (Op &op : grouped) c->ops.push_back(op);
     grouped.clear();

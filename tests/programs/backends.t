@@ -108,6 +108,20 @@ OUT=$work/gpu PATH=$work/old:$PATH tests/gpu-check suite >"$out" 2>"$err"
 [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'V100.* 8.0 (A100)' "$err" && [ ! -e "$work/gpu" ]
 report $? "gpu-check on a V100: $(head -n 1 "$err")"
 
+# An H100 where OpenBLAS is not installed: told before ten minutes of errors.
+mkdir "$work/bare"
+sed 's/7\.0/9.0/; s/V100-SXM2-16GB/H100/' "$work/old/nvidia-smi" >"$work/bare/nvidia-smi"
+cat >"$work/bare/gcc" <<END
+#!/bin/sh
+[ "\$*" != -print-multiarch ] || exec $(command -v gcc) "\$@"
+text=\$(cat)
+! echo "\$text" | grep -q cblas && echo "\$text" | $(command -v gcc) "\$@"
+END
+chmod +x "$work/bare"/*
+OUT=$work/gpu PATH=$work/bare:$PATH tests/gpu-check suite >"$out" 2>"$err"
+[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'lacks cblas.h: install' "$err" && [ ! -e "$work/gpu" ]
+report $? "gpu-check without OpenBLAS: $(head -n 1 "$err")"
+
 # gcc on a processor with AVX10, as much as make asks of it: gcc 15, which warns about its own flag, or gcc
 # 14.
 cat >"$work/gcc" <<'END'

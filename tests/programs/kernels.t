@@ -39,6 +39,11 @@ of_64 "backward of heads of 64, second version" flash_attention_2_backward
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
 refused "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8" 07_kernels/hopper_fp8 --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
+for program in vector_add hopper; do
+    CUDA_VISIBLE_DEVICES= run "$build/07_kernels/$program"
+    [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'no GPU can be used here (no CUDA-capable dev' "$err"
+    report $? "$program without a GPU: $(cat "$err")"
+done
 refused "--size 100 is out of bounds: it is from 128" 07_kernels/flash_attention_2_tensor --size 100
 refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 \
     --gpu a100

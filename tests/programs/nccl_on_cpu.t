@@ -22,6 +22,10 @@ for lost in KILL STOP; do
         one_line 2 -E 'rank 1 has died|rank 0: NCCL waits for a rank that does not come'
     report $? "a rank lost inside NCCL: SIG$lost: $(cat "$err")"
 done
+if wanted "a slow start"; then
+    NCCL_ON_CPU_SLOW=5 all_tests $nccl/tests/test_comm --ranks 2 --types 1 --timeout 2 'a_rank_may*'
+    report $? "a slow start of NCCL is no rank that does not come: $(cat "$err")"
+fi
 if wanted stops; then
     run $nccl/tests/test_comm --scenario stops --timeout 1
     [ $status != 0 ] && [ $status != 124 ] && head -n 1 "$err" | grep -q 'the ranks have not left MPI in 21 s'

@@ -36,4 +36,5 @@ report $? "and the header tells of the way"
 passes "ring_all_reduce, 4 ranks" ring_all_reduce --ranks 4 --dtype f64
 passes "ddp_naive, 3 ranks" ddp_naive --ranks 3 $small
 passes "ddp_bucketed, 2 ranks, bf16" ddp_bucketed --ranks 2 $small --dtype bf16
+CUDA_VISIBLE_DEVICES= passes "a dry run needs no GPU" ddp_naive --ranks 2 $small --dry-run
 finish

@@ -32,6 +32,18 @@ time_of_a_core=(unshare -m --propagation private bash -c '
 # wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever its name.
 wanted() { [[ $1 == $only ]] && chosen=yes; }
 
+# about cpu|mpi NAME: like wanted, for a test of the CPU as the device, or of MPI as what carries the bytes;
+# where something else does, it is left out by name. So are tests with few addresses on a GPU: CUDA takes
+# terabytes of them.
+about() {
+    wanted "$2" || return
+    case $1 in
+        cpu) [[ $build != *cuda* && $build != *nccl* ]] || report 0 "$2 # SKIP the device is not the CPU" ;;
+        mpi) [[ $build != *nccl* && $build/ != *build-cuda/* ]] || report 0 "$2 # SKIP NCCL moves the bytes" ;;
+    esac
+    [ -n "$chosen" ]  # still to be reported
+}
+
 # cost: the CPU time of this test since the last one ended, with all that it has waited for.
 cost() {
     local stat now

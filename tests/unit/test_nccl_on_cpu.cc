@@ -193,6 +193,34 @@ static void two_communicators(void) {
     SAME(ncclRecv(y, COUNT, ncclFloat32, 1 - rank, other, 0), ncclInvalidUsage);
 }
 
+// In place is where a rank's part of the whole lies, and nowhere else.
+static void overlapping_arrays(void) {
+    ncclComm_t comm = join();
+    const size_t half = COUNT / 2;
+    float *mine = x + rank * half, *theirs = x + (1 - rank) * half;
+    SAME(GROUPED(ncclAllGather(mine, x, half, ncclFloat32, comm, 0)), ncclInProgress);
+    SAME(outcome(comm), ncclSuccess);
+    SAME(GROUPED(ncclReduceScatter(x, mine, half, ncclFloat32, ncclSum, comm, 0)), ncclInProgress);
+    SAME(outcome(comm), ncclSuccess);
+    SAME(GROUPED(ncclAllGather(theirs, x, half, ncclFloat32, comm, 0)), ncclInvalidUsage);
+    SAME(GROUPED(ncclReduceScatter(x, theirs, half, ncclFloat32, ncclSum, comm, 0)), ncclInvalidUsage);
+    SAME(GROUPED(ncclAllReduce(x, x + 1, COUNT - 1, ncclFloat32, ncclSum, comm, 0)), ncclInvalidUsage);
+    // Of two calls that run at the same time, one receives where the other receives, or sends.
+    float *const wrong[] = {y, x + half - 1};
+    for (float *to : wrong) {
+        ncclGroupStart();
+        SAME(ncclSend(x, half, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+        SAME(ncclRecv(to, half, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+        SAME(ncclRecv(y + half, half, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+        SAME(ncclSend(y, half, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+        SAME(ncclGroupEnd(), ncclInvalidUsage);
+    }
+    ncclGroupStart();
+    SAME(ncclRecv(y, half, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    SAME(ncclRecv(y + half - 1, half, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    SAME(ncclGroupEnd(), ncclInvalidUsage);
+}
+
 static void no_such_rank(void) {
     ncclComm_t comm = join();
     ncclGroupStart();
@@ -244,6 +272,7 @@ static void calls_at_the_wrong_time_are_refused(void **) {
 static void calls_on_the_wrong_thing_are_refused(void **) {
     expect_ends(two_communicators, 0, 0);
     expect_ends(no_such_rank, 0, 0);
+    expect_ends(overlapping_arrays, 0, 0);
     expect_ends(no_configuration, 0, 0);
     expect_ends(host_memory, STATUS_USAGE, 0);
 }
