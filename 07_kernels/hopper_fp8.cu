@@ -316,10 +316,10 @@ static std::vector<float> library(int version, const Coded &a, const Coded &b, c
     return made;
 }
 
-// *last: the error at the last size, whose sums are the longest.
-static Proof check(int version, double *last) {
+// *longest: the error at the first size, whose sums are the longest.
+static Proof check(int version, double *longest) {
     Proof proof;
-    for (const Size &s : {Size{1, 1, 16}, Size{260, 131, 272}, Size{37, 132, 1024}}) {
+    for (const Size &s : {Size{37, 132, 1024}, Size{260, 131, 272}, Size{1, 1, 16}}) {
         const Coded a(s.m, s.k, tile_of_a(version), 1), b(s.n, s.k, tile_of_b(version), 2);
         const Array<uint8_t> d_a(a.codes.data(), s.m * s.k), d_b(b.codes.data(), s.n * s.k);
         const Array<float> scale_a(a.scale.data(), (int64_t)a.scale.size()),
@@ -335,7 +335,7 @@ static Proof check(int version, double *last) {
         launch(version, c.at, in, s);
         const std::vector<float> made = c.host();
         proof.hold(made, cpu, right);
-        *last = kernels_error(made.data(), right.data(), s.m * s.n);
+        if (s.k == 1024) *longest = kernels_error(made.data(), right.data(), s.m * s.n);
         in.add = true;
         launch(version, c.at, in, s);  // the same bits, to which the first are equal
         std::vector<float> doubled;
@@ -345,7 +345,7 @@ static Proof check(int version, double *last) {
     return proof;
 }
 
-static void row(int version, int64_t n, double *last) {
+static void row(int version, int64_t n, double *longest) {
     const Size small = {2 * M, N, 8 * K}, size = {n, n, n}, most = ON_GPU ? size : small;
     const Coded a(most.m, most.k, tile_of_a(version), 3), b(most.n, most.k, tile_of_b(version), 4);
     const Array<uint8_t> d_a(a.codes.data(), most.m * most.k), d_b(b.codes.data(), most.n * most.k);
@@ -354,7 +354,7 @@ static void row(int version, int64_t n, double *last) {
     const Array<__nv_bfloat16> c(most.m * most.n);
     const Operands in = {d_a.at, d_b.at, scale_a.at, scale_b.at, false};
     show_version(
-        versions[version], check(version, last), small, size,
+        versions[version], check(version, longest), small, size,
         [&](const Size &s) { launch(version, c.at, in, s); },
         [&](const Size &s) { return formula(version, s); });
 }
