@@ -53,7 +53,7 @@ typedef enum ContextMethod {
     CONTEXT_ZIGZAG,
     CONTEXT_ALL_GATHER,
     CONTEXT_ULYSSES,
-    CONTEXT_METHODS
+    CONTEXT_METHODS  // how many; in chapter 05 also --context none
 } ContextMethod;
 extern const char *const context_method_name[CONTEXT_METHODS];  // as --context says
 
@@ -129,6 +129,10 @@ extern ContextFormula ring_formula;  // ring_attention.c
 // Llama 3 8B in bf16 with `layers` layers, on cp ranks; and whether a method can shard it.
 Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp);
 bool context_fits(int cp, ContextMethod method);
+// A step of its 32 layers on this mesh, one sequence for each group of cp, with ZeRO-3 over dp x cp and full
+// recomputation; device_dry_run must be on. Of the result, only the time, its exposed part and the peaks of
+// activations and of everything are for 32 layers; the rest is a step of four.
+StepCost context_step(Mesh mesh, ContextMethod method, int64_t seq, Techniques techniques);
 // Its attention and step with s = 131,072 on these ranks, by all four methods, in one node and across
 // nodes.
 void context_compare(Mesh mesh, const Config *config);
