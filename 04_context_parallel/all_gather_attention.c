@@ -107,16 +107,9 @@ static void gather_backward(void *context, const MicroBatch *micro, Tensor dq, T
     tensor_free(&dots);
 }
 
-static void gather_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
-                         Tensor v, AttentionShape shape) {
-    context_again(gather_forward, context, micro, kept, q, k, v, shape);
-}
-
 static void *plug(Model *model) {
-    ContextParallel *c = context_plug(model);
-    model->sockets.attention.forward = gather_forward;
+    ContextParallel *c = context_plug(model, gather_forward);
     model->sockets.attention.backward = gather_backward;
-    model->sockets.attention.again = gather_again;
     return c;
 }
 

@@ -68,8 +68,11 @@ enum { CONTEXT_OPTIONS = 3 };
     "lr=0.1 "                                                                                        \
     "clip=0.5 cp=0 bucket-mb=0.1 "
 
+typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
+                              Tensor q, Tensor k, Tensor v, AttentionShape shape);
 typedef struct ContextParallel {
     Group cp;
+    AttentionForward *forward;  // the method's
     const SequenceLayout *layout;
     int64_t s, own;              // tokens of a sequence, and how many of them are on this rank …
     int32_t *token;              // … and which, (own)
@@ -83,19 +86,14 @@ const SequenceLayout *context_layout(const Config *config);  // by --layout, or 
 void context_check(const Config *config);
 // For the programs that show one method: fatal if --context asks for another.
 void context_only(const Config *config, ContextMethod method);
-// Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
-ContextParallel *context_plug(Model *model);
+// Fills the tokens socket and, with a method's forward, the attention socket, except for backward.
+ContextParallel *context_plug(Model *model, AttentionForward *forward);
 void context_unplug(Model *model, void *context);
 // Columns of one token's keys, on a rank of tensor parallelism; 0 if the rank stores no block.
 int64_t context_key_columns(const Model *model);
 // Makes each rank's tokens, and masks against its keys, once for all layers of a micro-batch.
 void context_masks(ContextParallel *context, const MicroBatch *micro);
 int64_t context_rows(const ContextParallel *context, int64_t b, int rank);  // b times the tokens of a rank
-// The attention socket's `again` for a method with this `forward`: makes what it keeps, and drops o.
-typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
-                              Tensor q, Tensor k, Tensor v, AttentionShape shape);
-void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
-                   Tensor q, Tensor k, Tensor v, AttentionShape shape);
 // What this rank keeps: its tokens' part of everything, with lse in place of probs; and the positions of each
 // rank's tokens.
 void context_price_kept(Price *price, const Model *model, const ContextParallel *context);

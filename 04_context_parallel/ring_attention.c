@@ -131,16 +131,9 @@ static void ring_backward(void *context, const MicroBatch *micro, Tensor dq, Ten
     tensor_free(&dots);
 }
 
-static void ring_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
-                       Tensor v, AttentionShape shape) {
-    context_again(ring_forward, context, micro, kept, q, k, v, shape);
-}
-
 void *ring_plug(Model *model) {
-    ContextParallel *c = context_plug(model);
-    model->sockets.attention.forward = ring_forward;
+    ContextParallel *c = context_plug(model, ring_forward);
     model->sockets.attention.backward = ring_backward;
-    model->sockets.attention.again = ring_again;
     return c;
 }
 

@@ -167,16 +167,9 @@ static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, 
     return_sum(c, b, dv, &sum_dv, copies);
 }
 
-static void ulysses_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
-                          Tensor v, AttentionShape shape) {
-    context_again(ulysses_forward, context, micro, kept, q, k, v, shape);
-}
-
 static void *plug(Model *model) {
-    ContextParallel *c = context_plug(model);
-    model->sockets.attention.forward = ulysses_forward;
+    ContextParallel *c = context_plug(model, ulysses_forward);
     model->sockets.attention.backward = ulysses_backward;
-    model->sockets.attention.again = ulysses_again;
     return c;
 }
 
