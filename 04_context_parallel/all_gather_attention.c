@@ -1,5 +1,5 @@
 // all_gather_attention.c: one all-gather of all keys and values before attention. Playbook: "Zig-Zag Ring
-// Attention", the first of its two ways to overlap; Llama 3 (Grattafiori et al. 2024, section 3.3.2).
+// Attention", the first of its two ways, not overlapped; Llama 3 (Grattafiori et al. 2024, section 3.3.2).
 //
 // Changes from ring_attention.c: before attention one all-gather brings every rank all keys and values. There
 // are no hops to wait for, any mask can be computed at once, and with grouped-query heads K/V are few bytes
@@ -10,8 +10,8 @@
 //
 // dK and dV are partial: each rank has what its own queries contribute to all keys. The layout is zig-zag.
 //
-// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements: forward (N - 1) C e, backward
-// (N - 1) C (e + 4) (f64: e + 8), as with the ring, but in 2 and 4 calls that nothing hides.
+// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements of e bytes: forward (N - 1) C e,
+// backward (N - 1) C (e + 4) (f64: e + 8), as with the ring, but in 2 and 4 calls that nothing hides.
 // Memory per rank: N chunks of K/V, where a ring holds 2 besides its own; in backward also N of dK/dV in f32.
 // Run: build/04_context_parallel/all_gather_attention   (--ranks 8 --memory-svg FILE, --tp 2 …)
 // Last line: PASS all_gather_attention: ranks that gather all keys reproduce the single-device step …
@@ -107,16 +107,9 @@ static void gather_backward(void *context, const MicroBatch *micro, Tensor dq, T
     tensor_free(&dots);
 }
 
-static void gather_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
-                         Tensor v, AttentionShape shape) {
-    context_again(gather_forward, context, micro, kept, q, k, v, shape);
-}
-
 static void *plug(Model *model) {
-    ContextParallel *c = context_plug(model);
-    model->sockets.attention.forward = gather_forward;
+    ContextParallel *c = context_plug(model, gather_forward);
     model->sockets.attention.backward = gather_backward;
-    model->sockets.attention.again = gather_again;
     return c;
 }
 

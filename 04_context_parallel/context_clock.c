@@ -192,9 +192,8 @@ static void attention_row(Mesh mesh, ContextMethod method, double *ring, bool sl
                     most, least);
 }
 
-bool context_fits(int cp, ContextMethod method) {
-    return method != CONTEXT_ULYSSES || (32 % cp == 0 && (8 % cp == 0 || cp % 8 == 0));
-}
+// Of a cp that divides the 32 heads and the 8 key/value heads one divides the other.
+bool context_fits(int cp, ContextMethod method) { return method != CONTEXT_ULYSSES || 32 % cp == 0; }
 
 static void compare_attention(Mesh mesh, bool slow) {
     say("  %-12s %10s %9s %10s %10s %12s %12s %12s\n", "", "ms", "vs ring", "busiest", "idlest", "exposed",
@@ -206,17 +205,20 @@ static void compare_attention(Mesh mesh, bool slow) {
 
 // ---- whole steps ----
 
-static StepCost step_cost(Mesh mesh, ContextMethod method, int64_t layers, int cp) {
-    Config c = context_llama(method, layers, SEQUENCE, cp);
+static StepCost step_of_layers(Mesh mesh, ContextMethod method, int64_t layers, int64_t seq,
+                               Techniques techniques) {
+    Config c = context_llama(method, layers, seq, mesh.cp.size);
     c.dp = mesh.dp.size;
     c.recompute = RECOMPUTE_FULL;
     config_set(&c, "zero", 3);
-    return program_cost(&c, mesh, context_layouts);
+    return program_cost(&c, mesh, techniques);
 }
 
-// What all 32 layers take: every two more add what four take beyond two.
-static StepCost whole_step(Mesh mesh, ContextMethod method, int cp) {
-    StepCost two = step_cost(mesh, method, 2, cp), four = step_cost(mesh, method, 4, cp);
+// What all 32 layers take: every two more add what four take beyond two. (The second layer adds more than
+// the third, as the weights of two layers are gathered at once.)
+StepCost context_step(Mesh mesh, ContextMethod method, int64_t seq, Techniques techniques) {
+    StepCost two = step_of_layers(mesh, method, 2, seq, techniques),
+             four = step_of_layers(mesh, method, 4, seq, techniques);
     four.step_seconds += 14 * (four.step_seconds - two.step_seconds);
     four.comm.exposed_seconds += 14 * (four.comm.exposed_seconds - two.comm.exposed_seconds);
     four.memory.peak[MEMORY_ACTIVATION] +=
@@ -225,12 +227,12 @@ static StepCost whole_step(Mesh mesh, ContextMethod method, int cp) {
     return four;
 }
 
-static void step_row(Mesh mesh, const char *name, ContextMethod method, int cp, double *ring, bool within) {
+static void step_row(Mesh mesh, const char *name, ContextMethod method, double *ring, bool within) {
     clock_push(name);
-    StepCost cost = whole_step(mesh, method, cp);
+    StepCost cost = context_step(mesh, method, SEQUENCE, context_layouts);
     clock_pop();
     // The picture has a row for each method: its step of four layers, across nodes.
-    if (cp > 1 && clock_node(mesh.cp.size - 1) > 0) timeline_keep(name);
+    if (mesh.cp.size > 1 && clock_node(mesh.cp.size - 1) > 0) timeline_keep(name);
     double seconds = comm_max(cost.step_seconds, mesh.world);
     double most = comm_max((double)cost.memory.peak_total, mesh.world);
     if (!*ring) *ring = seconds;
@@ -256,9 +258,9 @@ static void compare_steps(Mesh mesh) {
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
         if (context_fits(mesh.cp.size, method))
-            step_row(mesh, context_method_name[method], method, n, &ring, true);
+            step_row(mesh, context_method_name[method], method, &ring, true);
     Mesh apart = mesh_new((MeshShape){.dp = mesh.world.size});
-    step_row(apart, "cp 1", CONTEXT_RING, 1, &ring, false);
+    step_row(apart, "cp 1", CONTEXT_RING, &ring, false);
     say("  (cp 1: as many sequences as ranks at once; %d times the tokens of the rows above)\n", n);
 }
 

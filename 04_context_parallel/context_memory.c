@@ -48,25 +48,13 @@ static double predicted_activations(const Growth *way, int cp, int64_t s) {
     return (double)kept_activation_bytes(&own) + (double)own.seq * row + row + price_kept(&masks);
 }
 
-static Memory peaks(const Growth *way, Mesh mesh, int64_t layers, int64_t s) {
-    static const Technique *const stored[] = {&zero3, &recompute, NULL};
-    Config c = context_llama(way->method, layers, s, mesh.cp.size);
-    c.dp = mesh.dp.size;
-    c.recompute = RECOMPUTE_FULL;
-    config_set(&c, "zero", 3);
-    return program_cost(&c, mesh, way->stored ? stored : context_layouts).memory;
-}
-
-// For all layers, by what two more add to two (the second one adds more, as the weights of two layers are
-// gathered at once); on the rank that needs most.
+// On the rank that needs most.
 static void count(Growth *way, Mesh mesh, int point) {
-    const int64_t s = tokens_at(point), more = (LAYERS - 4) / 2;
-    Memory two = peaks(way, mesh, 2, s), four = peaks(way, mesh, 4, s);
-    int64_t activations =
-        four.peak[MEMORY_ACTIVATION] + more * (four.peak[MEMORY_ACTIVATION] - two.peak[MEMORY_ACTIVATION]);
-    int64_t all = four.peak_total + more * (four.peak_total - two.peak_total);
-    way->activations[point] = comm_max((double)activations, mesh.world);
-    way->memory[point] = comm_max((double)all, mesh.world);
+    static const Technique *const stored[] = {&zero3, &recompute, NULL};
+    const int64_t s = tokens_at(point);
+    Memory memory = context_step(mesh, way->method, s, way->stored ? stored : context_layouts).memory;
+    way->activations[point] = comm_max((double)memory.peak[MEMORY_ACTIVATION], mesh.world);
+    way->memory[point] = comm_max((double)memory.peak_total, mesh.world);
     double predicted = predicted_activations(way, mesh.cp.size, s);
     report_that(way->activations[point] == predicted,
                 "%s, s = %lld: %.0f bytes of activations at their peak, by the formula %.0f", way->name,

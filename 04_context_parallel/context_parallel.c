@@ -112,10 +112,20 @@ void context_masks(ContextParallel *c, const MicroBatch *micro) {
 
 // ---- plug and price ----
 
-ContextParallel *context_plug(Model *m) {
+// Forward once more, for what it keeps; its o is not needed.
+static void again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k, Tensor v,
+                  AttentionShape shape) {
+    const ContextParallel *c = context;
+    Tensor o = tensor_like(MEMORY_ACTIVATION, q);
+    c->forward(context, micro, o, kept, q, k, v, shape);
+    tensor_free(&o);
+}
+
+ContextParallel *context_plug(Model *m, AttentionForward *forward) {
     ContextParallel *c = host_alloc(sizeof *c);
     int n = m->mesh.cp.size;
     *c = (ContextParallel){.cp = m->mesh.cp,
+                           .forward = forward,
                            .layout = context_layout(&m->config),
                            .tokens = calloc((size_t)n, sizeof *c->tokens),
                            .mask = calloc((size_t)n, sizeof *c->mask)};
@@ -124,7 +134,9 @@ ContextParallel *context_plug(Model *m) {
     m->sockets.tokens.context = m->sockets.attention.context = c;
     m->sockets.tokens.count = count;
     m->sockets.tokens.position = position;
+    m->sockets.attention.forward = forward;
     m->sockets.attention.drop = flash_drop;
+    m->sockets.attention.again = again;
     return c;
 }
 
@@ -137,13 +149,6 @@ void context_unplug(Model *model, void *context) {
     free(c->token);
     free(c->key.documents);
     free(c);
-}
-
-void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
-                   Tensor q, Tensor k, Tensor v, AttentionShape shape) {
-    Tensor o = tensor_like(MEMORY_ACTIVATION, q);
-    forward(context, micro, o, kept, q, k, v, shape);
-    tensor_free(&o);
 }
 
 int64_t context_key_columns(const Model *m) {

@@ -53,7 +53,7 @@ typedef enum ContextMethod {
     CONTEXT_ZIGZAG,
     CONTEXT_ALL_GATHER,
     CONTEXT_ULYSSES,
-    CONTEXT_METHODS
+    CONTEXT_METHODS  // how many; in chapter 05 also --context none
 } ContextMethod;
 extern const char *const context_method_name[CONTEXT_METHODS];  // as --context says
 
@@ -68,8 +68,11 @@ enum { CONTEXT_OPTIONS = 3 };
     "lr=0.1 "                                                                                        \
     "clip=0.5 cp=0 bucket-mb=0.1 "
 
+typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
+                              Tensor q, Tensor k, Tensor v, AttentionShape shape);
 typedef struct ContextParallel {
     Group cp;
+    AttentionForward *forward;  // the method's
     const SequenceLayout *layout;
     int64_t s, own;              // tokens of a sequence, and how many of them are on this rank …
     int32_t *token;              // … and which, (own)
@@ -83,19 +86,14 @@ const SequenceLayout *context_layout(const Config *config);  // by --layout, or 
 void context_check(const Config *config);
 // For the programs that show one method: fatal if --context asks for another.
 void context_only(const Config *config, ContextMethod method);
-// Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
-ContextParallel *context_plug(Model *model);
+// Fills the tokens socket and, with a method's forward, the attention socket, except for backward.
+ContextParallel *context_plug(Model *model, AttentionForward *forward);
 void context_unplug(Model *model, void *context);
 // Columns of one token's keys, on a rank of tensor parallelism; 0 if the rank stores no block.
 int64_t context_key_columns(const Model *model);
 // Makes each rank's tokens, and masks against its keys, once for all layers of a micro-batch.
 void context_masks(ContextParallel *context, const MicroBatch *micro);
 int64_t context_rows(const ContextParallel *context, int64_t b, int rank);  // b times the tokens of a rank
-// The attention socket's `again` for a method with this `forward`: makes what it keeps, and drops o.
-typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
-                              Tensor q, Tensor k, Tensor v, AttentionShape shape);
-void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
-                   Tensor q, Tensor k, Tensor v, AttentionShape shape);
 // What this rank keeps: its tokens' part of everything, with lse in place of probs; and the positions of each
 // rank's tokens.
 void context_price_kept(Price *price, const Model *model, const ContextParallel *context);
@@ -129,6 +127,10 @@ extern ContextFormula ring_formula;  // ring_attention.c
 // Llama 3 8B in bf16 with `layers` layers, on cp ranks; and whether a method can shard it.
 Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp);
 bool context_fits(int cp, ContextMethod method);
+// A step of its 32 layers on this mesh, one sequence for each group of cp, with ZeRO-3 over dp x cp and full
+// recomputation; device_dry_run must be on. Of the result, only the time, its exposed part and the peaks of
+// activations and of everything are for 32 layers; the rest is a step of four.
+StepCost context_step(Mesh mesh, ContextMethod method, int64_t seq, Techniques techniques);
 // Its attention and step with s = 131,072 on these ranks, by all four methods, in one node and across
 // nodes.
 void context_compare(Mesh mesh, const Config *config);

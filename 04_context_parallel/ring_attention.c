@@ -13,8 +13,8 @@
 //       rank 1    dkv 1      dkv 0 ->   dkv 3 ->   dkv 2 ->     own share, of hop 0
 //
 // With contiguous tokens and a causal mask, rank 0 computes in hop 0 only, rank N - 1 in every hop.
-// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C e,
-// backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) calls, to one neighbour.
+// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements of e bytes in a chunk: forward
+// (N - 1) C e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) calls, to one neighbour.
 // Memory per rank: two chunks of K/V besides its own; in backward also three of dK/dV in f32.
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp …)
 // Last line: PASS ring_attention: ranks that shard every sequence reproduce the single-device step …
@@ -131,16 +131,9 @@ static void ring_backward(void *context, const MicroBatch *micro, Tensor dq, Ten
     tensor_free(&dots);
 }
 
-static void ring_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
-                       Tensor v, AttentionShape shape) {
-    context_again(ring_forward, context, micro, kept, q, k, v, shape);
-}
-
 void *ring_plug(Model *model) {
-    ContextParallel *c = context_plug(model);
-    model->sockets.attention.forward = ring_forward;
+    ContextParallel *c = context_plug(model, ring_forward);
     model->sockets.attention.backward = ring_backward;
-    model->sockets.attention.again = ring_again;
     return c;
 }
 
@@ -179,7 +172,7 @@ const Technique ring_attention = {.name = "ring_attention",
 
 ContextCost ring_formula(const ContextSizes *z) {
     double chunk = z->tokens * 2 * z->kv * z->size, hops = z->ranks - 1;
-    // K/V of this hop and the next; dK/dV of this hop, and of the one before those sent and those received.
+    // Besides its own: K/V of this hop and of the next; dK/dV of this hop, those being sent, those to come.
     double ahead = hops > 1 ? 2 : hops, ahead_last = hops > 2 ? 2 : hops > 0 ? 1 : 0;
     double returning = hops > 1 ? 3 : 2 * hops;
     return (ContextCost){.bytes = {hops * chunk * z->e, hops * chunk * (z->e + z->sum)},

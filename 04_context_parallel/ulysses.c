@@ -11,9 +11,9 @@
 // heads, and the parts of dK and dV are summed in f32 on the rank that has the tokens. Backward sends q, k
 // and v again, which blocks keep by tokens (DeepSpeed keeps them by heads: it sends as much as in forward),
 // and besides d_o one number per token and head: sum(o d_o).
-// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N): (N - 1) / N times
-//     forward     n d e (2 a + 2 kv')
-//     backward    n (d e (3 a + 4 kv') + 4 a + 2 d (4 - e) kv')      the last term only if heads have copies
+// Bytes sent per rank, layer and micro-batch, (N - 1) / N times the following; n = b s / N, kv' = max(kv, N):
+//     forward     n d e (2 a + 2 kv')                              e bytes an element, 4 a sum (f64: 8)
+//     backward    n (d e (3 a + 4 kv') + 4 a + 2 d (4 - e) kv')    the last term only if heads have copies
 // For a given n this hardly grows up to N = kv, while the ring's (N - 1) n 2 kv d e does; beyond, copies of K
 // and V are sent as well. Messages: 4 b all-to-alls forward and 8 b backward, each waited for at once.
 // Memory per rank: a second copy of q, k, v and o while attention computes with them.
@@ -167,16 +167,9 @@ static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, 
     return_sum(c, b, dv, &sum_dv, copies);
 }
 
-static void ulysses_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
-                          Tensor v, AttentionShape shape) {
-    context_again(ulysses_forward, context, micro, kept, q, k, v, shape);
-}
-
 static void *plug(Model *model) {
-    ContextParallel *c = context_plug(model);
-    model->sockets.attention.forward = ulysses_forward;
+    ContextParallel *c = context_plug(model, ulysses_forward);
     model->sockets.attention.backward = ulysses_backward;
-    model->sockets.attention.again = ulysses_again;
     return c;
 }
 
@@ -191,7 +184,7 @@ static void check(const Config *c) {
           c->cp, c->tp, c->heads);
     CHECK(
         kv % c->cp == 0 || c->cp % kv == 0,
-        "--context ulysses: of --cp %ld and the %ld key/value heads of a rank of --tp one must divide the "
+        "--context ulysses: --cp %ld and the %ld key/value heads on each rank of --tp: one must divide the "
         "other; --context ring would fit",
         c->cp, kv);
 }
@@ -257,7 +250,7 @@ static void plan(Mesh mesh, const Config *config) {
 
 static void more(Mesh mesh, const Config *config) {
     (void)config;
-    if (32 % mesh.world.size == 0) context_check_cost(mesh, CONTEXT_ULYSSES, formula);
+    if (context_fits(mesh.world.size, CONTEXT_ULYSSES)) context_check_cost(mesh, CONTEXT_ULYSSES, formula);
 }
 
 int main(int argc, char **argv) {

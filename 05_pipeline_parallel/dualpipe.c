@@ -146,6 +146,6 @@ Schedule schedule_dualpipe(int p, int m) {
 
 int main(int argc, char **argv) {
     return pipeline_program(
-        argc, argv, "DualPipe: micro-batches from both ends, forward and backward overlapped.", "dualpipe");
+        argc, argv, "DualPipe: micro-batches from both ends, forward and backward in pairs.", "dualpipe");
 }
 #endif

@@ -72,8 +72,6 @@ void pipeline_start_receives(Pipeline *p, Model *m, int position) {
     }
 }
 
-// Index, from `first` on, of the first message that is not before (end, rank) in the order: what the rank
-// itself sends at `end`, if it sends anything.
 int pipeline_messages_by(const Pipeline *p, int first, int rank, double end) {
     int i = first;
     while (i < p->messages &&

@@ -23,12 +23,15 @@ extern const Technique zero_r_in_pipeline;
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule);
 
 // ---- pipeline_stages.c ----
-ScheduleWish pipeline_wish(const Config *config);
-Schedule pipeline_schedule(const Config *config);  // that the flags ask for; the caller frees it
+ScheduleWish pipeline_wish(const Config *config);  // --pp, --grad-acc, --chunks, and unit times
+// The schedule that the flags ask for, verified; fatal if there is none. The caller frees it.
+Schedule pipeline_schedule(const Config *config);
 // The layers of each stage, by --stage-layers, or L / stages each and one more for the first L % stages.
+// Fatal if they do not add up, or if a stage between the first and the last has none.
 void pipeline_split_layers(const Config *config, Chunk *chunk, int stages);
+// Whether a stage computes with this unit's weights. If tied, the last one has the embedding's as well.
 bool pipeline_in_chunk(const Model *model, const Chunk *chunk, int unit);
-void pipeline_shard(Model *model);
+void pipeline_shard(Model *model);  // says which ranks of pp store each unit
 
 // A message between stages on different ranks: the output of `pass`, activations (F) or gradients (B, BW).
 typedef struct Message {
@@ -76,6 +79,8 @@ void pipeline_start_receives(Pipeline *pipeline, Model *model, int position);
 void pipeline_compute(Pipeline *pipeline, Model *model, StagePass pass);
 void pipeline_end_pass(Pipeline *pipeline, Model *model, StagePass pass);
 
+// Index, from `first` on, of the first message that is not before (end, rank) in the order: what the rank
+// itself sends at `end`, if it sends anything.
 int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double end);
 // How often a micro-batch's Ws add to the embedding's gradient on this rank: if tied, the head's as well.
 int pipeline_embedding_parts(const Pipeline *pipeline, const Model *model, int micro_batch);

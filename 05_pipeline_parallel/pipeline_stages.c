@@ -14,7 +14,6 @@
 
 // ---- which layers a stage has ----
 
-// "5,4,4,3"; without it L / stages each, and one more for the first L % stages.
 void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
     const char *text = config_text(c, "stage-layers");
     int64_t first = 0;
@@ -24,7 +23,7 @@ void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
             char *end;
             layers = strtoll(text, &end, 10);
             CHECK(end > text && layers >= 0 && *end == (i + 1 < stages ? ',' : '\0'),
-                  "--stage-layers %s: each stage needs its number of layers, as in 5,4,4,3; stages: %d",
+                  "--stage-layers %s: each of %d stages needs its number of layers, as in 5,4,4,3",
                   config_text(c, "stage-layers"), stages);
             CHECK(layers <= c->layers,
                   "--stage-layers %s: stage %d of %d would have %lld layers, and the model has %ld",

@@ -167,8 +167,8 @@ typedef struct ScheduleTimes {
 // For a verified schedule. If durations are whole numbers, times are exact.
 ScheduleTimes schedule_times(const Schedule *schedule, Durations durations);
 void schedule_times_free(ScheduleTimes *times, const Schedule *schedule);
-// Time per step if steps follow each other without a barrier: as many steps are run as there are ranks.
-// *bubble (may be NULL): period - m (F + B + W).
+// Time per step, in the long run, if steps follow each other without a barrier; takes as long as clocking p
+// steps. *bubble (may be NULL): period - m (F + B + W).
 double schedule_period(const Schedule *schedule, Durations durations, double *bubble);
 
 // ---- pictures and text: schedule_picture.c, schedule_text.c ----

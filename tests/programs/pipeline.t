@@ -287,8 +287,9 @@ refused "--stage-layers 3,3,3,1 add up to 10, and --layers is 9" one_f_one_b --s
 huge=9223372036854775807  # twice this is -2 in 64 bits
 refused "stage 1 of 4 would have $huge layers, and the model has 9" one_f_one_b \
     --stage-layers 5,$huge,$huge,6
-refused "--stage-layers 3,3,3: each stage needs its number of layers" one_f_one_b --stage-layers 3,3,3
-refused "--stage-layers 3,3,x,3: each stage needs its number of layers" one_f_one_b --stage-layers 3,3,x,3
+refused "--stage-layers 3,3,3: each of 4 stages needs its number of layers" one_f_one_b --stage-layers 3,3,3
+refused "--stage-layers 3,3,x,3: each of 4 stages needs its number of layers" one_f_one_b \
+    --stage-layers 3,3,x,3
 refused "--schedule dualpipe needs an even --pp" dualpipe --ranks 3
 refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" interleaved --ranks 9 \
     --chunks 64
