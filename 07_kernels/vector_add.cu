@@ -105,7 +105,8 @@ static Work formula(int version, double n) {
     return w;
 }
 
-// On sizes that fill no block, none, or the last one in part: the elements that differ from the CPU's sum.
+// With no element, with less than a block, and with a last block that is full in part: the elements that
+// differ from the CPU's sum.
 static double wrong_elements(int version) {
     double wrong = 0;
     for (int64_t n : {(int64_t)0, (int64_t)1, (int64_t)7, (int64_t)257, (int64_t)4099}) {

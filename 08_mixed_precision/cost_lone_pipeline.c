@@ -182,8 +182,8 @@ static Step step_of(const Config *c, double message_bytes) {
     return step;
 }
 
-// Each figure is a straight line in the layers of a stage, and in the micro-batches (interleaved: in rows of p
-// of them) once there are twice as many as stages. Before that the slowest stage need not be the one for
+// Each figure is a straight line in the layers of a stage, and in the micro-batches (interleaved: in rows of
+// p of them) once there are twice as many as stages. Before that the slowest stage need not be the one for
 // which all wait, and not all W that zero bubble delays have come.
 static Step extrapolated(const Config *config, double message_bytes) {
     int chunks =

@@ -95,11 +95,13 @@ static void print_rows(const Runs *runs, const Judged *judged) {
         "left out", "own step", "constant", "filled");
     for (int i = 0; i < runs->count; i++) {
         const Published *r = &runs->run[i];
-        char own[16] = "-";
+        char left_out[16] = "-", own[16] = "-";
+        if (!isnan(judged[i].left_out))
+            snprintf(left_out, sizeof left_out, "%+.1f%%", 100 * judged[i].left_out);
         if (!isnan(judged[i].own)) snprintf(own, sizeof own, "%+.1f%%", 100 * judged[i].own);
-        say("%-5s %-12s %8.3f s %8.3f s %+7.1f%% %+8.1f%% %9s %+8.1f%%  %s", r->id, r->kind, r->seconds,
-            judged[i].time.step, 100 * judged[i].all, 100 * judged[i].left_out, own,
-            100 * judged[i].constant, filled_text(r));
+        say("%-5s %-12s %8.3f s %8.3f s %+7.1f%% %9s %9s %+8.1f%%  %s", r->id, r->kind, r->seconds,
+            judged[i].time.step, 100 * judged[i].all, left_out, own, 100 * judged[i].constant,
+            filled_text(r));
         report_number(r->id, "published", r->seconds, "s");
         report_number(r->id, "predicted", judged[i].time.step, "s");
         report_number(r->id, "error of the fit", judged[i].all, "");
@@ -114,20 +116,26 @@ typedef struct Summary {
     int count;
 } Summary;
 
+// Of those that are not NAN, as no prediction is.
 static Summary summary_of(const double *errors, int count) {
-    Summary s = {.count = count};
+    Summary s = {.count = 0};
     double *sizes = host_alloc((size_t)(count + 1) * sizeof *sizes);
-    for (int i = 0; i < count; i++) {
-        sizes[i] = fabs(errors[i]);
+    for (int i = 0; i < count; i++)
+        if (!isnan(errors[i])) sizes[s.count++] = fabs(errors[i]);
+    for (int i = 0; i < s.count; i++) {
         s.worst = fmax(s.worst, sizes[i]);
-        s.within += (sizes[i] <= 0.2) / (double)count;
+        s.within += (sizes[i] <= 0.2) / (double)s.count;
     }
-    s.median = median(sizes, count);
+    s.median = median(sizes, s.count);
     free(sizes);
     return s;
 }
 
 static void print_summary(const char *what, Summary s) {
+    if (s.count == 0) {
+        say("  %-34s %3d %9s %9s %12s", what, 0, "-", "-", "-");
+        return;
+    }
     say("  %-34s %3d %8.1f%% %8.1f%% %11.0f%%", what, s.count, 100 * s.median, 100 * s.worst,
         100 * s.within);
     report_number(what, "median error", s.median, "");
@@ -191,6 +199,10 @@ static void print_factors(const Factors *fitted) {
 }
 
 static void write_fitted(const char *file, const Factors *fitted, Summary own) {
+    CHECK(own.count > 0,
+          "--fitted %s has errors of runs that a fit has not seen, and there are none: --runs must have "
+          "more than %d series, and runs that this book's programs could make",
+          file, FACTORS);
     FILE *out = output_open("--fitted", file);
     fprintf(
         out,
@@ -222,18 +234,17 @@ void runs_report(Runs *runs, bool refit, const char *fitted_file) {
     print_rows(runs, judged);
     Summary ratios = print_ratios(runs, judged);
     double *errors = host_alloc(4 * (size_t)runs->count * sizeof *errors);
-    int owns = 0;
     for (int i = 0; i < runs->count; i++) {
-        if (!isnan(judged[i].own)) errors[3 * runs->count + owns++] = judged[i].own;
         errors[i] = judged[i].all;
         errors[runs->count + i] = judged[i].left_out;
         errors[2 * runs->count + i] = judged[i].constant;
+        errors[3 * runs->count + i] = judged[i].own;
     }
     say("\n  %-34s %3s %9s %9s %12s", "", "", "median", "worst", "within 20%");
     print_summary(refit ? "fitted on these" : "as fitted on published.csv",
                   summary_of(errors, runs->count));
     print_summary("its series left out of the fit", summary_of(errors + runs->count, runs->count));
-    Summary own = summary_of(errors + 3 * runs->count, owns);
+    Summary own = summary_of(errors + 3 * runs->count, runs->count);
     print_summary("the same, as this book's own step", own);
     if (fitted_file) write_fitted(fitted_file, &fitted, own);
     print_summary("constant share of a GPU's peak", summary_of(errors + 2 * runs->count, runs->count));

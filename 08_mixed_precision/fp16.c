@@ -254,6 +254,7 @@ static void show_overflow(Mesh mesh, const Config *config) {
     static const double dynamic[STEPS] = {1, 0.5, 0.5, 1, 1, 2};  // the scale after each step
     Config c = *config;
     c.steps = STEPS;
+    config_set(&c, "scale", fmax(2, config_number(config, "scale")));  // which can be halved: accept
     config_set(&c, "scale-interval", INTERVAL);
     Trainer *t = trainer_new(
         &c, mesh,

@@ -138,14 +138,14 @@ static void check(const Config *c) {
           "loss, not both: --fp8 te-current would fit, or --dtype bf16",
           r->name);
     // A tile that crossed into the next rank's columns would have a different amax on each rank.
-    long keys = c->kv_heads * config_head_size(c) / c->tp, tile = tile_of(c, r), fits = tile;
+    long keys = c->kv_heads * config_head_size(c) / c->tp, tile = tile_of(c, r), promote = r->sum.promote;
     long inner = c->experts ? keys : c->ffn / c->tp;  // ranks of tp hold experts whole
-    while (fits > 1 && (keys % fits || inner % fits)) fits--;
-    CHECK(!r->tile || c->tp == 1 || fits == tile,
+    long fits = tile;
+    while (fits > 1 && (keys % fits || inner % fits || promote % fits)) fits--;
+    CHECK(!r->tile || c->tp == 1 || (keys % tile == 0 && inner % tile == 0),
           "--fp8 %s with --tp %ld: a rank's %ld columns of keys and %ld of the MLP do not divide into "
           "tiles of %ld; --fp8-tile %ld would fit",
           r->name, c->tp, keys, inner, tile, fits);
-    long promote = r->sum.promote;
     for (fits = tile < promote ? tile : promote; promote > 0 && promote % fits;) fits--;
     CHECK(!r->tile || promote <= 0 || fits == tile,
           "--fp8-tile %ld: --fp8 %s promotes sums after %ld products, at the end of a tile; --fp8-tile %ld "

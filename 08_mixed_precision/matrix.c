@@ -303,6 +303,8 @@ int main(int argc, char **argv) {
     Refused *refused = host_alloc(MOST_REFUSALS * sizeof *refused);
     CellList cells = accepted_cells(comm_ranks(), &all, refused, &refusals);
     Cell *cell = cells.cell;
+    CHECK(all > 0, "no combination of dp, pp, cp and tp of 1 to 4 takes %d ranks: --ranks 4 would fit",
+          comm_ranks());
     if (one >= 0) {
         cell[0] = matrix_cell(one);
         Config config = matrix_config(&cell[0]);
@@ -312,7 +314,8 @@ int main(int argc, char **argv) {
     say("%lld combinations of %d rank%s", (long long)all, comm_ranks(), plural(comm_ranks()));
     for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
-    say("  %6lld can be, of which these are proven now: %lld", (long long)cells.count, (long long)chosen);
+    say("  %6lld can be, of which these %s: %lld", (long long)cells.count,
+        list ? "would be proven" : "are proven now", (long long)chosen);
     for (int64_t i = 0; i < chosen && list; i++)
         say("%8lld  %s", (long long)cell[i].number, matrix_text(&cell[i]));
     if (list) chosen = 0;

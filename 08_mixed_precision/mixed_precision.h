@@ -7,8 +7,8 @@
 // bf16.c: --master, --sum, --gradient and --rounding; of no effect but with --dtype bf16.
 extern const Technique bf16_recipe;
 
-// fp16.c: --master, --sum and --loss-scale; of no effect but with --dtype f16. It fills the step socket:
-// gradients that overflow anywhere are stepped nowhere.
+// fp16.c: --master, --sum, --moments and --loss-scale; of no effect but with --dtype f16. It fills the step
+// socket: gradients that overflow anywhere are stepped nowhere.
 extern const Technique fp16_recipe;
 
 typedef struct LossScaler {

@@ -245,9 +245,8 @@ static void show_bytes(void) {
         if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
         show_row(r->name, &c, fp8_one_device, r, r->playbook);
     }
-    say("  (besides, in all: two casts of 1 byte, of which one is the weights above, scales, and a copy in "
-        "bf16\n"
-        "  that the emulation casts from)");
+    say("  (in no column: scales; a second cast of 1 byte, in te-delayed and te-current both casts; and the\n"
+        "  bf16 weights from which the emulation casts in fp8-lm and deepseek)");
 }
 
 void fp8_tables(void) {

@@ -49,8 +49,9 @@ static void show_steps(Mesh mesh, const Config *config) {
         Record one = program_record(&whole, mesh_single(), five_d_one_device(), false, false, "one device");
         say("\n%ld step%s of %s        %d rank%-5s one device", c.steps, plural(c.steps),
             c.data ? c.data : "this book", mesh.world.size, plural(mesh.world.size));
-        for (int i = 0; i < SHOWN; i++) {
-            int64_t step = i * (c.steps - 1) / (SHOWN - 1);
+        int64_t shown = c.steps < SHOWN ? c.steps : SHOWN;
+        for (int64_t i = 0; i < shown; i++) {
+            int64_t step = shown == 1 ? 0 : i * (c.steps - 1) / (shown - 1);
             say("  loss of step %-5lld %20.12f %14.12f", (long long)step + 1, run.loss[step],
                 one.loss[step]);
         }

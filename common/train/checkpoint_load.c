@@ -220,6 +220,10 @@ Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *o
             StateTensor state = checkpoint_state(optimizer, param->unit, j);
             bool to_weight = j == STATE_MASTER && masters && !tensor_exists(state.flat);
             if (!tensor_exists(state.flat) && !to_weight) continue;
+            CHECK(j != STATE_MASTER || masters,
+                  "%s has no master weights, and this run steps them: resume it with the recipe's flags that "
+                  "it had",
+                  path);
             load_state(path, &file, params, param, checkpoint_states[j], state);
             expected++;
         }

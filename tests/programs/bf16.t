@@ -81,4 +81,6 @@ same_weights "gradients in f32: ZeRO-3 within stages makes those of data paralle
 run "$build/$program" --no-check --steps 4 --save "$work/narrow" --save-every 2 &&
     run "$build/$program" --no-check --steps 4 $f32 --save "$work/wide" --resume "$work/narrow/step-000002"
 report $? "a run goes on with gradients in f32"
+refused "has no master weights, and this run steps them: resume it with the recipe's flags" $program \
+    --no-check --steps 4 --resume "$work/straight/step-000002"
 finish

@@ -30,6 +30,12 @@ holds "published runs: no ratio of partners is off by more than 15%" \
     "$(figure 'ratios of partners' 2) + 0 <= 15"
 cmp -s "$work/fitted.h" 08_mixed_precision/fitted.h
 report $? "published runs: the factors and errors in the source are those that this fit has written"
+head -n 3 $csv >"$work/few.csv"
+passes "few published runs" $program --runs "$work/few.csv"
+[ "$(grep -cE ' 0 +- +- +-$' "$out")" = 4 ] && ! grep -q nan "$out"
+report $? "few published runs: no error is shown where there is none"
+refused "and there are none: --runs must have more than 8 series" $program --runs "$work/few.csv" --fit \
+    --fitted "$work/few.h"
 passes "layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree
 passes "the playbook's rules and appendix A3" $program --rules
 [ "$(grep -c '^  holds: ' "$out")" = 15 ]

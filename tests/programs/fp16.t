@@ -12,6 +12,7 @@ verdict='the ranks reproduce the single-device step ('  # nothing is said of wha
 for zero in 0 1 3; do
     passes "ZeRO-$zero, and an overflow on one rank" $program --zero $zero --proof-only
 done
+passes "a scale of 1, and an overflow on one rank" $program --scale 1 --proof-only
 verdict=''
 refused "a smaller scale of the loss would fit, or --dtype bf16" $program --scale 1e9 --proof-only
 refuses "a later step overflows" \

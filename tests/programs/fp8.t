@@ -100,6 +100,7 @@ refused "--curves is of one device's training, which --proof-only leaves out" $p
 refused "a checkpoint holds either the histories of amax or the scale" $program --no-check --dtype f16 \
     --save "$work/f16"
 refused "--fp8-tile 8 would fit" $program --fp8 deepseek --tp 2
+refused "--fp8-tile 4 would fit" $program --fp8 deepseek --tp 2 --fp8-tile 7 --head-size 12
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
 refused "--fp8-tile 32 would fit" $program --fp8 deepseek --fp8-tile 48
 refused "would have more than the 8 that follow each other on a rank; --dtype bf16 would fit" $program \

@@ -12,6 +12,8 @@ grep -q ' 5949 of 11520 refused' "$out"
 report $? "and no combination more is refused than those that cannot be"
 passes "every pair on 6 ranks that does not meet on 8" matrix --ranks 6 --met-on 8
 passes "list: every pair on 12 ranks meets in some cell" matrix --ranks 12 --list
+grep -q 'can be, of which these would be proven: [1-9]' "$out"
+report $? "list: says that it proves none"
 passes "parts: one of 250 on 2 ranks" matrix --ranks 2 --part 2/250 --table "$work/table"
 if [ -e "$work/table" ]; then
     cp "$work/table" "$work/whole"
@@ -54,6 +56,7 @@ if wanted "a full disk" && unshare -m --propagation private true 2>/dev/null; th
         ! grep -q 'proven .*failed' "$out"
     report $? "a full disk: tests/matrix ends with a sentence for each file, and without its table"
 fi
+refused "no combination of dp, pp, cp and tp of 1 to 4 takes 5 ranks" matrix --ranks 5
 refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3
 refused "--part 1/3x: which of how many" matrix --ranks 2 --part 1/3x
 refused "--cell says which cells, and nothing reads --part then" matrix --cell 3 --part 1/3

@@ -17,6 +17,11 @@ grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communicatio
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
 passes "bf16: 20 steps beside one device, within its error over as many" train_5d --shown 20 --steps 1 \
     --ranks 2 --layers 2 --pp 1 --tp 2 --dtype bf16
+for shown in 1 3; do
+    passes "few steps: $shown of real text" train_5d --ranks 1 --layers 1 --steps 1 --shown $shown --pp 1 --tp 1
+    [ "$(grep -o '  loss of step [0-9]*' "$out" | awk '{ printf $4 }')" = "$(seq -s '' $shown)" ]
+    report $? "few steps: each of $shown is shown once"
+done
 passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleaved" train_5d $quick --sp \
     --experts 4 --top-k 2 --ep 4 --zero 3 --schedule interleaved --recompute selective
 passes "experts: whole on each rank, hybrid sharding" train_5d --ranks 4 --layers 1 --steps 1 --shown 0 --pp 1 \
