@@ -5,8 +5,8 @@
 // process that stands for all. States and kept activations of the fullest rank must be equal to the byte,
 // its peak within 0.5%, the step within 1%. The closed forms, which choose what is clocked, are no more than
 // 6% too long, so that the search misses none of the best, and not much too short; their peak is at most 10%
-// too low. Recomputation's share of the time is about its share of FLOPs. This file has no main:
-// find_config.c shows it.
+// too low and 3% too high, or 25% with ZeRO-3, whose buffers are not all full at once. Recomputation's share
+// of the time is about its share of FLOPs. This file has no main: find_config.c shows it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -124,7 +124,8 @@ static void beside(const Row *r, Priced priced, const StepCost *run, LoneMemory 
     say("  %3d %3d %3d %3d %2d %4d %4ld %4ld %9.2f ms %+6.1f%% %+6.1f%% %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B",
         r->dp, r->cp, r->tp, r->pp, r->ep, r->zero, r->micro_batch, r->micro_batches,
         1e3 * run->step_seconds, 100 * closed_step, 100 * closed_peak, 100 * step, 100 * peak, kept, states);
-    report_that(closed_step <= 0.06 && closed_step >= -0.3 && closed_peak <= 0.25 && closed_peak >= -0.1,
+    const double too_high = r->zero == 3 ? 0.25 : 0.03;
+    report_that(closed_step <= 0.06 && closed_step >= -0.3 && closed_peak <= too_high && closed_peak >= -0.1,
                 "closed forms: step %+.1f%%, peak %+.1f%% off the dry run", 100 * closed_step,
                 100 * closed_peak);
     report_that(
