@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(BLOCK, N == 1 ? 0 : 4)
     }
     for (int i = threadIdx.x; i < packs; i += BLOCK)
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            dw_parts[(int64_t)blockIdx.x * h + j * packs + i] = dw[j * packs + i];
+        for (int j = 0; j < N; j++) dw_parts[(int64_t)blockIdx.x * h + j * packs + i] = dw[j * packs + i];
 }
 
 // dw (=) the sum of its parts, in order: a thread for each column.
@@ -136,11 +135,8 @@ __global__ void __launch_bounds__(BLOCK) add_parts(float *dw, const float *parts
 // ---- host code ----
 
 static unsigned blocks_of(int64_t rows) { return (unsigned)(rows < MOST_BLOCKS ? rows : MOST_BLOCKS); }
-// Of shared memory, for a row.
-template <class T>
-static size_t forward_bytes(int64_t h) {
-    return (size_t)h * sizeof(T);
-}
+// Of shared memory, for a row of words of so many bytes; backward has three in f32.
+static size_t forward_bytes(int64_t h, size_t word) { return (size_t)h * word; }
 static size_t backward_bytes(int64_t h) { return (size_t)(3 * h) * 4; }
 
 // x, r, y, x_new, dy, dx_new, dx (n, h); w, dw (h); rstd (n); parts (blocks_of(n), h). Forward without r,
@@ -154,7 +150,7 @@ struct Norm {
 
 template <class T, int N, bool FUSED>
 static void forward_on(cudaStream_t stream, const Norm<T> &t, int64_t n, int h, float epsilon) {
-    const size_t bytes = forward_bytes<T>(h);
+    const size_t bytes = forward_bytes(h, sizeof(T));
     allow_shared(norm<T, N, FUSED>, bytes);
     LAUNCH((norm<T, N, FUSED>), (unsigned)n, BLOCK, bytes, stream, t.y, t.rstd, t.x_new, t.x, t.r, t.w, h,
            1 / (float)h, epsilon);
@@ -213,14 +209,14 @@ static void launch(Version version, Norm<T> t, T *between, int64_t n, int h) {
     if (version == BACKWARD_FUSED) launch_backward(0, t, n, h);
 }
 
-// Vectors of n h words that a version reads, w not among them, and writes.
-static const struct { double in, out; } vectors[VERSIONS] = {{3, 2}, {2, 2}, {4, 2}, {3, 1}};
+// Of a version: vectors of n h words that it reads, w not among them, and writes; instructions for each word.
+static const struct { double in, out, each; } does[VERSIONS] = {{3, 2, 4}, {2, 2, 4}, {4, 2, 7}, {3, 1, 6}};
 
 // n a multiple of 8, h of 256: a warp's load is 4 sectors, or 16 of eight numbers of 2 bytes to a lane.
 template <class T>
 static Work formula(Version version, double n, double h) {
     const bool backward = version >= BACKWARD;
-    const double in = vectors[version].in, out = vectors[version].out;
+    const double in = does[version].in, out = does[version].out;
     const double warps = n * h / 32, parts = blocks_of((int64_t)n) * h;
     const double requests = warps / PACK<T>, sectors = n * h * sizeof(T) / 32;
     Work w = {};
@@ -238,10 +234,8 @@ static Work formula(Version version, double n, double h) {
     // forward: the addition, the square, two multiplications
     w.flops =
         (backward ? 10 : 5) * n * h + n * BLOCK * (5 + WARPS + (backward ? 1 : 2)) + (backward ? parts : 0);
-    w.flop_instructions = warps * (version == BACKWARD ? 7
-                                   : backward          ? 6
-                                                       : 4) +
-                          n * WARPS * (5 + WARPS + 1) + (backward ? parts / 32 : 0);
+    w.flop_instructions =
+        warps * does[version].each + n * WARPS * (5 + WARPS + 1) + (backward ? parts / 32 : 0);
     w.special_instructions = backward ? 0 : 2 * n * WARPS;  // a division and a root
     return w;
 }
@@ -279,8 +273,7 @@ struct NormOnCpu {
                 dw[i - first] += dy[i] * x[i] * scale;
             }
             for (size_t i = first; i < first + (size_t)h; i++)
-                dx[i] = made<T>(t.dx_new.exact[i] +
-                                scale * (dy[i] * w[i - first] - x[i] * scale * mean));
+                dx[i] = made<T>(t.dx_new.exact[i] + scale * (dy[i] * w[i - first] - x[i] * scale * mean));
         }
     }
 };
@@ -342,7 +335,8 @@ static Proof check(Version version) {
         arrays.run(version, c.n, c.h);
         report_that(arrays.dw.host() == once, "two runs with %lld rows differ", (long long)c.n);
     }
-    report_that(sums.error <= sums.bound, "dw is off by %.1e, where %.1e is allowed", sums.error, sums.bound);
+    report_that(sums.error <= sums.bound, "dw is off by %.1e, where %.1e is allowed", sums.error,
+                sums.bound);
     return proof;
 }
 
@@ -353,7 +347,7 @@ static void row(Version version, const char *name, int registers, int64_t n, int
     const Operands<T> operands(small_rows, small_h, 1);
     const Arrays<T> arrays(operands, small_rows, small_h);
     arrays.run((Version)(version % 2), small_rows, small_h);  // backward reads what forward has made
-    const size_t bytes = version >= BACKWARD ? backward_bytes(h) : forward_bytes<T>(h);
+    const size_t bytes = version >= BACKWARD ? backward_bytes(h) : forward_bytes(h, sizeof(T));
     const KernelVersion v = {name, BLOCK, registers, (int64_t)bytes + 4 * WARPS};
     const struct Size {
         int64_t rows;
@@ -366,9 +360,9 @@ static void row(Version version, const char *name, int registers, int64_t n, int
 
 // Of numbers of so many bits.
 static void begin(const KernelsOptions *options, Version way, int bits, int64_t n, int64_t h) {
-    char *size = format_text("%s of x + r and RMSNorm, %lld rows of %lld%s",
-                             way == FORWARD ? "forward" : "backward", (long long)n, (long long)h,
-                             bits == 16 ? ", 16 bits" : "");
+    char *size =
+        format_text("%s of x + r and RMSNorm, %lld rows of %lld%s", way == FORWARD ? "forward" : "backward",
+                    (long long)n, (long long)h, bits == 16 ? ", 16 bits" : "");
     kernels_begin(options, size, kernels_limit(options, bits / 2.0 * (double)n * (double)h, 0, 0));
     free(size);
 }

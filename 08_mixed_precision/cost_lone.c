@@ -165,12 +165,11 @@ LoneMemory lone_stage_memory(const Config *c, const LoneParts *p, bool first, bo
            ends = fmax(units[EMBEDDING] * p->count[EMBEDDING], units[HEAD] * p->count[HEAD]);
     double waits = c->tied && first && last ? 2 * p->count[EMBEDDING] : 0;  // for the lookup's part
     // A block whose W waits keeps other bytes, and the head the gradients of its logits. In B, one
-    // micro-batch more comes to wait, block by block.
-    ScheduleKind schedule = (ScheduleKind)config_number(c, "schedule");
+    // micro-batch more comes to wait, block by block. Interleaved, B follows the head's F at once.
     HeldFormula held = held_of(c, first ? 0 : (int)c->pp - 1);
-    bool w_waits = staged && schedule == ZB_H1;
-    double waiting = w_waits ? held.to_w - held.to_b : 0, in_b = w_waits ? (layers - 1) * p->waiting : 0;
-    double heads = !last ? 0 : schedule == AFAB ? held.to_w : 1 + waiting;
+    double waiting = held.to_w - held.to_b, heads = !last ? 0 : chunks_of(c) > 1 ? 1 : held.to_w;
+    bool w_waits = staged && config_number(c, "schedule") == ZB_H1;
+    double in_b = w_waits ? (layers - 1) * p->waiting : 0;
     LoneMemory m = {.weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
                     .gradients = zero < 2
                                      ? 6 * whole

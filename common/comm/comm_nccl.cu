@@ -72,17 +72,17 @@ static Watch before_call;
 // if ranks share a GPU.
 enum { START = 20 };
 
-static void begin(double more, const char *what_for) {
+static void begin(double more) {
     static char sentence[256];
-    snprintf(sentence, sizeof sentence,
-             "%s: rank %d: NCCL waits for a rank that does not come (twice --timeout%s)\n", base_program(),
-             base_rank(), what_for);
+    if (!*sentence)
+        snprintf(sentence, sizeof sentence,
+                 "%s: rank %d: NCCL waits for a rank that does not come (twice --timeout, and %d s more at "
+                 "its start)\n",
+                 base_program(), base_rank(), START);
     before_call = control_watch(2 * comm_timeout() + more, sentence);
 }
 
-void call_begin(void) { begin(0, ""); }
-
-static void start_begin(void) { begin(START, ", and 20 s to start"); }
+void call_begin(void) { begin(0); }
 
 void call_end(void) { control_watch_end(before_call); }
 
@@ -251,7 +251,7 @@ static void join(void) {
     free(all);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 1;
-    start_begin();
+    begin(START);
     NCCL_CALL(ncclCommInitRankConfig(&nccl, state.place.ranks, state.id, state.place.rank, &config));
     call_end();
     keep_communicator(0, communicator_new(nccl, state.place.ranks));
@@ -281,7 +281,7 @@ static void next_of_group(Operation *o) {
     if (o->over) return keep_communicator(group.handle, communicator_of(o->as));
     if (!is_done(cudaStreamQuery(stream(LINE_WORLD)))) return;
     ncclComm_t nccl = NULL;
-    start_begin();
+    begin(START);
     NCCL_CALL(ncclCommSplit(communicator_of(0)->nccl, o->color, group.rank, &nccl, NULL));
     call_end();
     if (nccl) keep_communicator(group.handle, communicator_new(nccl, group.size));

@@ -312,39 +312,46 @@ void kernel_decode(DType dtype, void *y, DType codes_dtype, const void *codes, c
 
 // ---- the multiply ----
 
-// sum + the products of `count` codes; with `bits`, as sum_in_bits (tensor/tensor.h), whose sums of 14 bits
-// are exact in f32.
+// x truncated to so many significant bits, towards zero.
+template <class A>
+__device__ inline A cut_to_bits(A x, int bits) {
+    int power;
+    const A fraction = frexp(x, &power);
+    return ldexp(trunc(ldexp(fraction, bits)), power - bits);
+}
+
+// sum + the products of `count` codes, as sum_in_bits (tensor/tensor.h): sums of 14 bits are exact in f32.
 template <class A, class CodeA, class CodeB>
-__device__ inline A add_products(A sum, const CodeA *a, const CodeB *b, int64_t count, int bits) {
+__device__ inline A sum_in_bits(A sum, const CodeA *a, const CodeB *b, int64_t count, int bits) {
     const auto product = [&](int64_t i) { return (A)wide(a[i]) * (A)wide(b[i]); };
-    A all = 0, largest = fabs(sum);
+    A all = sum, largest = fabs(sum);
     for (int64_t i = 0; i < count; i++) all += product(i), largest = fmax(largest, fabs(product(i)));
-    all += sum;
-    if (!bits || largest == 0 || !isfinite(all)) return all;
-    const int last = ilogb(largest) + 1 - bits;
+    if (largest == 0 || !isfinite(all)) return all;
+    const int last = ilogb(largest) + 1 - bits;  // 2^last is the last bit
     const A units = ldexp((A)1, -last);
     all = trunc(sum * units);
     for (int64_t i = 0; i < count; i++) all += trunc(product(i) * units);
-    const int more = all == 0 ? 0 : ilogb(all) + 1 - bits;
-    return more > 0 ? ldexp(trunc(ldexp(all, -more)), last + more) : ldexp(all, last);
+    return ldexp(cut_to_bits(all, bits), last);
 }
 
 template <class T, class CodeA, class CodeB>
 __global__ void multiply_codes(T *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n, int64_t k,
                                int64_t segment, int bits, bool add) {
     typedef Arithmetic<T> A;
-    const int64_t all = (int64_t)gridDim.x * blockDim.x, depth = bits ? WARP : segment;
+    const int64_t all = (int64_t)gridDim.x * blockDim.x;
     const int64_t tiles_a = (k + a.tile_columns - 1) / a.tile_columns,
                   tiles_b = (k + b.tile_columns - 1) / b.tile_columns;
     for (int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; at < m * n; at += all) {
         const int64_t i = at / n, j = at % n;
+        const CodeA *x = (const CodeA *)a.codes + i * k;
+        const CodeB *y = (const CodeB *)b.codes + j * k;
         A sum = add ? (A)wide(c[at]) : (A)0;
         for (int64_t first = 0; first < k; first += segment) {
             const int64_t end = least(first + segment, k);
             A partial = 0;
-            for (int64_t from = first; from < end; from += depth)
-                partial = add_products(partial, (const CodeA *)a.codes + i * k + from,
-                                       (const CodeB *)b.codes + j * k + from, least(depth, end - from), bits);
+            for (int64_t l = first; !bits && l < end; l++) partial += (A)wide(x[l]) * (A)wide(y[l]);
+            for (int64_t l = first; bits && l < end; l += WARP)
+                partial = sum_in_bits(partial, x + l, y + l, least(WARP, end - l), bits);
             sum += partial * ((A)a.scale[i / a.rows * tiles_a + first / a.tile_columns] *
                               (A)b.scale[j / b.rows * tiles_b + first / b.tile_columns]);
         }

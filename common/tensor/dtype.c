@@ -164,6 +164,13 @@ float f32_from_e4m3(uint8_t code) { return of_e4m3(code); }
 uint8_t e5m2_from_f32(float x) { return to_e5m2(x); }
 float f32_from_e5m2(uint8_t code) { return of_e5m2(code); }
 
+// x truncated to so many significant bits, towards zero.
+static double cut_to_bits(double x, int bits) {
+    int power = 0;
+    const double fraction = frexp(x, &power);
+    return ldexp(trunc(ldexp(fraction, bits)), power - bits);
+}
+
 double sum_in_bits(double sum, const double *products, int count, int bits) {
     double all = sum, largest = fabs(sum);
     for (int i = 0; i < count; i++) {
@@ -175,8 +182,7 @@ double sum_in_bits(double sum, const double *products, int count, int bits) {
     const double unit = ldexp(1, last), units = ldexp(1, -last);
     all = trunc(sum * units);
     for (int i = 0; i < count; i++) all += trunc(products[i] * units);
-    const int more = all == 0 ? 0 : ilogb(all) + 1 - bits;
-    return more > 0 ? ldexp(trunc(ldexp(all, -more)), more) * unit : all * unit;
+    return cut_to_bits(all, bits) * unit;
 }
 
 // ---- many values ----
