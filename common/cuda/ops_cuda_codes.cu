@@ -320,14 +320,26 @@ __device__ inline A cut_to_bits(A x, int bits) {
     return ldexp(trunc(ldexp(fraction, bits)), power - bits);
 }
 
+template <class Code>
+__device__ inline int exponent_of(Code code) {
+    const int smallest = std::is_same<Code, __nv_fp8_e4m3>::value ? -6 : -14;
+    const float x = wide(code);
+    return isfinite(x) && ilogb(x) > smallest ? ilogb(x) : smallest;
+}
+
 // sum + the products of `count` codes, as sum_in_bits (tensor/tensor.h): sums of 14 bits are exact in f32.
 template <class A, class CodeA, class CodeB>
 __device__ inline A sum_in_bits(A sum, const CodeA *a, const CodeB *b, int64_t count, int bits) {
     const auto product = [&](int64_t i) { return (A)wide(a[i]) * (A)wide(b[i]); };
-    A all = sum, largest = fabs(sum);
-    for (int64_t i = 0; i < count; i++) all += product(i), largest = fmax(largest, fabs(product(i)));
-    if (largest == 0 || !isfinite(all)) return all;
-    const int last = ilogb(largest) + 1 - bits;  // 2^last is the last bit
+    A all = sum;
+    int largest = sum == 0 ? INT_MIN : ilogb(sum);
+    for (int64_t i = 0; i < count; i++) {
+        const int exponent = exponent_of(a[i]) + exponent_of(b[i]);
+        all += product(i);
+        if (product(i) != 0 && exponent > largest) largest = exponent;
+    }
+    if (largest == INT_MIN || !isfinite(all)) return all;
+    const int last = largest + 1 - bits;  // 2^last is the last bit
     const A units = ldexp((A)1, -last);
     all = trunc(sum * units);
     for (int64_t i = 0; i < count; i++) all += trunc(product(i) * units);

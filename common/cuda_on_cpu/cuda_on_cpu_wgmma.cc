@@ -277,8 +277,9 @@ float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
 static void multiply_8_bits(float (*sum)[MOST_N], int n) {
     for (int row = 0; row < WARP_ROWS; row++)
         for (int column = 0; column < n; column++) {
-            double products[MOST_K];
-            for (int k = 0; k < MOST_K; k++) products[k] = (double)left[row][k] * right[k][column];
+            CodeProduct products[MOST_K];
+            for (int k = 0; k < MOST_K; k++)
+                products[k] = code_product(left[row][k], E4M3, right[k][column], E4M3);
             sum[row][column] = (float)sum_in_bits(sum[row][column], products, MOST_K, BITS_OF_8_BIT_SUM);
         }
 }

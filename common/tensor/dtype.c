@@ -13,6 +13,7 @@
 //
 // The code has no branch, and no `?` that a compiler could turn into one: the loops at the end must become
 // vector code, since training in bf16 converts every operand of every matrix multiply.
+#include <limits.h>
 #include <math.h>
 #include <string.h>
 
@@ -171,17 +172,27 @@ static double cut_to_bits(double x, int bits) {
     return ldexp(trunc(ldexp(fraction, bits)), power - bits);
 }
 
-double sum_in_bits(double sum, const double *products, int count, int bits) {
-    double all = sum, largest = fabs(sum);
+static int exponent_of(double x, DType codes) {
+    const int smallest = codes == E4M3 ? -6 : -14;
+    return isfinite(x) && ilogb(x) > smallest ? ilogb(x) : smallest;
+}
+
+CodeProduct code_product(double x, DType of_x, double y, DType of_y) {
+    return (CodeProduct){x * y, exponent_of(x, of_x) + exponent_of(y, of_y)};
+}
+
+double sum_in_bits(double sum, const CodeProduct *products, int count, int bits) {
+    double all = sum;
+    int largest = sum == 0 ? INT_MIN : ilogb(sum);
     for (int i = 0; i < count; i++) {
-        all += products[i];
-        largest = fabs(products[i]) > largest ? fabs(products[i]) : largest;
+        all += products[i].value;
+        if (products[i].value != 0 && products[i].exponent > largest) largest = products[i].exponent;
     }
-    if (largest == 0 || !isfinite(all)) return all;
-    const int last = ilogb(largest) + 1 - bits;  // 2^last is the last bit
+    if (largest == INT_MIN || !isfinite(all)) return all;
+    const int last = largest + 1 - bits;  // 2^last is the last bit
     const double unit = ldexp(1, last), units = ldexp(1, -last);
     all = trunc(sum * units);
-    for (int i = 0; i < count; i++) all += trunc(products[i] * units);
+    for (int i = 0; i < count; i++) all += trunc(products[i].value * units);
     return cut_to_bits(all, bits) * unit;
 }
 

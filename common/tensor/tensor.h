@@ -33,10 +33,19 @@ float f32_from_e4m3(uint8_t code);
 uint8_t e5m2_from_f32(float x);
 float f32_from_e5m2(uint8_t code);
 
+// The product of two numbers of 8-bit types, as tensor cores have it before they add it: its exponent is the
+// sum of the factors', where a subnormal number has that of the smallest normal one.
+typedef struct CodeProduct {
+    double value;
+    int exponent;
+} CodeProduct;
+CodeProduct code_product(double x, DType of_x, double y, DType of_y);
+
 // sum + products, as a Hopper adds products of 8-bit numbers (DeepSeek-V3, section 3.5.2; Xie et al.,
-// MMA-Sim, 2025): each is cut off, towards zero, below the last of the `bits` bits that the largest keeps;
-// what is left is added exactly; and of the result, too, only as many bits are kept.
-double sum_in_bits(double sum, const double *products, int count, int bits);
+// MMA-Sim, 2025, whose rule gives a GPU's bits): each is cut off, towards zero, below the last of the `bits`
+// bits that a number of the largest exponent keeps; what is left is added exactly; and of the result, too,
+// only as many bits are kept.
+double sum_in_bits(double sum, const CodeProduct *products, int count, int bits);
 
 // Converts count elements in host memory; f64 to a 16- or 8-bit type is rounded to f32 first.
 void dtype_convert(void *to, DType to_dtype, const void *from, DType from_dtype, int64_t count);

@@ -381,23 +381,45 @@ static void integers_pass_exactly_and_saturate(void **state) {
     assert_memory_equal(expected, back, sizeof expected);
 }
 
+// Of x in e5m2 times y in e4m3, in 14 bits.
+static double sum_of(double sum, const double *x, const double *y, int count) {
+    CodeProduct products[8];
+    for (int i = 0; i < count; i++) products[i] = code_product(x[i], E5M2, y[i], E4M3);
+    return sum_in_bits(sum, products, count, 14);
+}
+
 // 201696 is below 2^18, so 14 bits of it end with 16. Each number is cut by itself before their sum is.
 static void sums_in_bits_lose_what_is_small_beside_the_largest(void **state) {
     (void)state;
     const double small[] = {15, 15, -15, 31.5, -16, 0x1p-20}, large[] = {-0x1p20}, endless[] = {INFINITY, 1};
-    const double ones[] = {1, 1};
-    assert_true(sum_in_bits(16383, ones, 1, 14) == 16384);  // which is 2^14
-    assert_true(sum_in_bits(-16385, ones, 0, 14) == -16384);
-    assert_true(sum_in_bits(16383, ones, 2, 14) == 16384);
-    assert_true(sum_in_bits(201696, small, 2, 14) == 201696);
-    assert_true(sum_in_bits(201696, small, 6, 14) == 201696 + 16 - 16);
-    assert_true(sum_in_bits(-201696, small, 6, 14) == -201696 + 16 - 16);
-    assert_true(sum_in_bits(127.5, large, 1, 14) == -0x1p20);
-    assert_true(sum_in_bits(128.5, large, 1, 14) == 128 - 0x1p20);
-    assert_true(sum_in_bits(0, small, 5, 14) == 30.5);
-    assert_true(sum_in_bits(0, small, 0, 14) == 0);
-    assert_true(sum_in_bits(1, endless, 2, 14) == INFINITY);
-    assert_true(isnan(sum_in_bits(-INFINITY, endless, 2, 14)));
+    const double ones[] = {1, 1, 1, 1, 1, 1};
+    assert_true(sum_of(16383, ones, ones, 1) == 16384);  // which is 2^14
+    assert_true(sum_of(-16385, ones, ones, 0) == -16384);
+    assert_true(sum_of(16383, ones, ones, 2) == 16384);
+    assert_true(sum_of(201696, small, ones, 2) == 201696);
+    assert_true(sum_of(201696, small, ones, 6) == 201696 + 16 - 16);
+    assert_true(sum_of(-201696, small, ones, 6) == -201696 + 16 - 16);
+    assert_true(sum_of(127.5, large, ones, 1) == -0x1p20);
+    assert_true(sum_of(128.5, large, ones, 1) == 128 - 0x1p20);
+    assert_true(sum_of(0, small, ones, 5) == 30.5);
+    assert_true(sum_of(0, small, ones, 0) == 0);
+    assert_true(sum_of(1, endless, ones, 2) == INFINITY);
+    assert_true(isnan(sum_of(-INFINITY, endless, ones, 2)));
+}
+
+// 1.5 x 1.5 has the exponent 0, though it is above 2, so 2^-13 is kept beside it. A subnormal number has the
+// exponent of the smallest normal one, -6 in e4m3 and -14 in e5m2: beside 2^-9 in e4m3 only what is in bits
+// from 2^-19 on is kept. And a product that is 0 has no exponent.
+static void products_have_the_exponents_of_their_factors(void **state) {
+    (void)state;
+    const double above_2[2][3] = {{1.5, -1.5, 0x1p-7}, {1.5, 1.5, 0x1p-6}};
+    const double e4m3[2][4] = {{1, -1, 0x1p-13, 0x1p-14}, {0x1p-9, 0x1p-9, 0x1p-6, 0x1p-6}};
+    const double e5m2[2][3] = {{0x1p-16, -0x1p-16, 0x1p-14}, {1, 1, 0x1p-6}};
+    const double zero[2][2] = {{0, 0x1p-14}, {448, 0x1p-6}};
+    assert_true(sum_of(0, above_2[0], above_2[1], 3) == 0x1p-13);
+    assert_true(sum_of(0, e4m3[0], e4m3[1], 4) == 0x1p-19);
+    assert_true(sum_of(0, e5m2[0], e5m2[1], 3) == 0x1p-20);
+    assert_true(sum_of(0, zero[0], zero[1], 2) == 0x1p-20);
 }
 
 int main(int argc, char **argv) {
@@ -418,6 +440,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(f64_goes_to_narrow_types_through_f32),
         cmocka_unit_test(integers_pass_exactly_and_saturate),
         cmocka_unit_test(sums_in_bits_lose_what_is_small_beside_the_largest),
+        cmocka_unit_test(products_have_the_exponents_of_their_factors),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
