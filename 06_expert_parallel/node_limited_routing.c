@@ -63,10 +63,10 @@ static Tensor crossed(const NodeLimited *l, const int64_t *from, Tensor in, cons
     return out;
 }
 static Tensor dispatch_across(const NodeLimited *l, const Hops *hops, Tensor own) {
-    return crossed(l, hops->from, own, hops->to, WAITS_ACROSS);
+    return crossed(l, hops->from, own, hops->to, WAITS);
 }
 static Tensor combine_across(const NodeLimited *l, const Hops *hops, Tensor sums) {
-    return crossed(l, hops->to, sums, hops->from, WAITS_ACROSS_TO_COMPUTE);
+    return crossed(l, hops->to, sums, hops->from, WAITS);
 }
 
 // ---- who goes where ----
@@ -120,7 +120,7 @@ static Tensor dispatch_tokens(const NodeLimited *l, MoeKept *kept, Hops *hops, T
         request[i] = cross(l, kind, &out[i], hops->from, in[i], hops->to);
         tensor_free(&in[i]);
     }
-    moe_at(l->plain->moe, WAITS_ACROSS);
+    moe_at(l->plain->moe, WAITS);
     comm_wait_all(request, 3);
     *chosen = out[1];
     hops->weights = out[2];
@@ -188,7 +188,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     Tensor own = pairs_gather(&hops->experts, come);
     tensor_free(&hops->experts.tokens);
     tensor_free(&come);
-    Tensor rows = dispatch_rows(&l->inside, &hops->inside, own, WAITS_INSIDE_TO_COMPUTE);
+    Tensor rows = dispatch_rows(&l->inside, &hops->inside, own, WAITS);
     tensor_free(&own);
     kept->held_by_dispatch = 8 * tensor_count(hops->nodes.place) + 4 * tensor_count(hops->experts.place) +
                              tensor_bytes(hops->weights);
@@ -199,7 +199,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     const NodeLimited *l = context;
     const Hops *hops = kept->exchange;
-    kept->out = combine_rows(&l->inside, &hops->inside, made, WAITS_INSIDE);
+    kept->out = combine_rows(&l->inside, &hops->inside, made, WAITS_TO_SEND);
     Tensor sums = pairs_combine(&hops->experts, kept->out, hops->weights);
     Tensor came = combine_across(l, hops, sums), y = pairs_combine(&hops->nodes, came, (Tensor){0});
     tensor_free(&sums);
@@ -221,7 +221,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
     hops->dweights = tensor_share(dweights);
     hops->request = cross(l, MEMORY_COMMUNICATION, &hops->parts, hops->to, part, hops->from);
     tensor_free(&part);
-    Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows, WAITS_INSIDE_TO_COMPUTE);
+    Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows, WAITS);
     tensor_free(&drows);
     return dout;
 }
@@ -230,7 +230,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;
-    Tensor own = combine_rows(&l->inside, &hops->inside, drows, WAITS_INSIDE);
+    Tensor own = combine_rows(&l->inside, &hops->inside, drows, WAITS_TO_SEND);
     Tensor sums = pairs_gather_backward(&hops->experts, own);
     tensor_free(&own);
     Tensor came = combine_across(l, hops, sums), dx = pairs_gather_backward(&hops->nodes, came);

@@ -257,11 +257,8 @@ static void watched_backward_weight(void *context, Model *m, int count, Param *c
 }
 static void note(void *context, Moment moment) {
     Watch *w = context;
-    static const char letter[] = {[WAITS_FOR_COUNTS] = 'C',
-                                  [WAITS_ACROSS_TO_COMPUTE] = 'W',
-                                  [BEGINS] = 'B',
-                                  [AMID] = 'A',
-                                  [ENDS] = 'E'};
+    static const char letter[] = {
+        [WAITS_TO_SEND] = 'S', [WAITS] = 'W', [BEGINS] = 'B', [AMID] = 'A', [ENDS] = 'E'};
     assert_true(w->moments + 1 < (int)sizeof w->moment);
     w->moment[w->moments++] = letter[moment];
 }
@@ -318,7 +315,7 @@ static void an_evaluation_waits_for_counts_and_enters_no_table(void **state) {
     if (x->moe->ledger.count)
         fail_msg("an evaluation has added %lld counts to the ledger of training: kept->training says no",
                  (long long)x->moe->ledger.count);
-    assert_string_equal(watch.moment, "ECWBAEWECWBAEW");  // of two layers
+    assert_string_equal(watch.moment, "ESWBAEWESWBAEW");  // of two layers
     expert_parallel.unplug(c.model, x);
     case_free(&c, &moe);
 }
