@@ -24,6 +24,11 @@ layout "tp 2, cp 2, ep 8, full" --ranks 8 --tp 2 --sp --cp 2 --ep 8 --recompute 
 layout "tp 2, dp 4, ep 4, zero 2, vocabulary" --ranks 8 --tp 2 --sp --vocab-parallel --ep 4 --zero 2
 layout "tp 2, ep 4, DeepSeek, shared experts" --tp 2 --sp --ep 4 --moe deepseek --shared-experts 1 \
     --expert-groups 4 --groups-kept 2 --recompute selective
+if wanted "tp 2, ep 4, no block of Mixtral, which would not be sharded over tp"; then
+    run "$build/expert_parallel" --tp 2 --sp --ep 4 --seq 24 --layers 1 --steps 1 &&
+        grep -q '^The same where all logits are equal' "$out" && ! grep -q '^A block of Mixtral' "$out"
+    report $? "tp 2, ep 4, no block of Mixtral, which would not be sharded over tp"
+fi
 # ---- ZeRO-3: experts' weights are gathered with their block's ----
 layout "zero 3, ep 2" --zero 3
 layout "zero 3, ep 2, full, tied, 3 micro-batches" --zero 3 --ep 2 --recompute full --tied --grad-acc 3
