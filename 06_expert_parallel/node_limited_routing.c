@@ -302,7 +302,8 @@ static void check(const Config *c) {
           "--expert-groups %ld would fit",
           c->expert_groups, nodes, c->ep, whole, nodes);
     CHECK(config_number(c, "capacity") == 0,
-          "--capacity drops rows, and here tokens are sent: leave it out, or take expert_parallel");
+          "--capacity drops rows, and two hops send tokens, each once for all its experts in a node: leave "
+          "it out, or take expert_parallel");
 }
 
 // Bytes per rank, block and micro-batch, B an element, w a weight. T tokens x nodes go to other nodes and
