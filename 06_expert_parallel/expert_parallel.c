@@ -124,8 +124,8 @@ static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, c
     return out;
 }
 
-Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait) {
-    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, wait);
+Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own) {
+    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, WAITS);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
     regroup(x, exchange->received, rows, arrived, true);
     tensor_free(&arrived);
@@ -146,7 +146,7 @@ Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     expert_counts(context, kept);
     Tensor own = pairs_gather(&kept->pairs, x),
-           rows = dispatch_rows(context, kept->exchange, own, WAITS);
+           rows = dispatch_rows(context, kept->exchange, own);
     tensor_free(&own);
     return rows;
 }
@@ -159,7 +159,7 @@ static Tensor combine(void *context, MoeKept *kept, Tensor made) {
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     Tensor own = pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
     tensor_free(&kept->out);
-    Tensor dout = dispatch_rows(context, kept->exchange, own, WAITS);
+    Tensor dout = dispatch_rows(context, kept->exchange, own);
     tensor_free(&own);
     return dout;
 }

@@ -167,8 +167,8 @@ typedef struct RowExchange {
 // Sets kept->exchange, count and m: ranks tell each other how many rows they will send.
 void expert_counts(ExpertParallel *x, MoeKept *kept);
 // Dispatch: new, the rows that arrive, sorted by this rank's experts, in exchange for its own rows (sorted
-// by all experts); combine: the way back. wait: what follows.
-Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
+// by all experts); combine: the way back. wait: whether the pass then computes or sends again.
+Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own);
 Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
 // Adds what a step exchanges: counts within x->ep, and rows within `exchanges`.
 void expert_price(Price *price, const Model *m, const ExpertParallel *x, Group exchanges);

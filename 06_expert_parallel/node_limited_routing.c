@@ -54,19 +54,18 @@ static Request *cross(const NodeLimited *l, MemoryKind kind, Tensor *out, const 
     return comm_all_to_all(*out, take, in, give, l->across);
 }
 
-static Tensor crossed(const NodeLimited *l, const int64_t *from, Tensor in, const int64_t *to,
-                      Moment wait) {
+static Tensor crossed(const NodeLimited *l, const int64_t *from, Tensor in, const int64_t *to) {
     Tensor out;
     Request *request = cross(l, MEMORY_COMMUNICATION, &out, from, in, to);
-    moe_at(l->plain->moe, wait);
+    moe_at(l->plain->moe, WAITS);
     comm_wait(request);
     return out;
 }
 static Tensor dispatch_across(const NodeLimited *l, const Hops *hops, Tensor own) {
-    return crossed(l, hops->from, own, hops->to, WAITS);
+    return crossed(l, hops->from, own, hops->to);
 }
 static Tensor combine_across(const NodeLimited *l, const Hops *hops, Tensor sums) {
-    return crossed(l, hops->to, sums, hops->from, WAITS);
+    return crossed(l, hops->to, sums, hops->from);
 }
 
 // ---- who goes where ----
@@ -188,7 +187,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     Tensor own = pairs_gather(&hops->experts, come);
     tensor_free(&hops->experts.tokens);
     tensor_free(&come);
-    Tensor rows = dispatch_rows(&l->inside, &hops->inside, own, WAITS);
+    Tensor rows = dispatch_rows(&l->inside, &hops->inside, own);
     tensor_free(&own);
     kept->held_by_dispatch = 8 * tensor_count(hops->nodes.place) + 4 * tensor_count(hops->experts.place) +
                              tensor_bytes(hops->weights);
@@ -221,7 +220,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
     hops->dweights = tensor_share(dweights);
     hops->request = cross(l, MEMORY_COMMUNICATION, &hops->parts, hops->to, part, hops->from);
     tensor_free(&part);
-    Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows, WAITS);
+    Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows);
     tensor_free(&drows);
     return dout;
 }
