@@ -145,8 +145,7 @@ Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor
 
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     expert_counts(context, kept);
-    Tensor own = pairs_gather(&kept->pairs, x),
-           rows = dispatch_rows(context, kept->exchange, own);
+    Tensor own = pairs_gather(&kept->pairs, x), rows = dispatch_rows(context, kept->exchange, own);
     tensor_free(&own);
     return rows;
 }
