@@ -396,9 +396,9 @@ static void biases_move_by_the_rate_towards_the_mean(void **state) {
 static void balance_is_a_mean_over_the_sequences_of_the_batch(void **state) {
     (void)state;
     enum { B = 2, S = 4, E = 6, K = 2, GRAD_ACC = 3 };
-    Config config =
-        config_default("layers=1 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 micro-batch=2 grad-acc=3 experts=6 "
-                       "top-k=2 dtype=f64");
+    Config config = config_default(
+        "layers=1 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 micro-batch=2 grad-acc=3 experts=6 "
+        "top-k=2 dtype=f64");
     config_set(&config, "aux-loss", 0.3);
     config_set(&config, "z-loss", 0.7);
     Trainer *t = trainer_new(&config, mesh_single(), (const Technique *[]){&moe, &load_balance, NULL});
