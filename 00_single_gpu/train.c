@@ -131,7 +131,7 @@ static void read_loss_and_norm(Trainer *t, StepInput *input, double grad_scale) 
 void train_step(Trainer *t, Record *record) {
     const Config *c = &t->config;
     const Sockets *sockets = &t->model->sockets;
-    fatal_context("step %lld", (long long)t->progress.step + 1);
+    fatal_context("%sstep %lld", device_is_dry_run() ? "dry run, " : "", (long long)t->progress.step + 1);
     report_step();
     char *mark = format_text("step %lld", (long long)t->progress.step + 1);
     clock_push(mark);

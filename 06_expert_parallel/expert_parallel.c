@@ -58,7 +58,7 @@ static void add_to_table(ExpertParallel *x, const RowExchange *exchange, int64_t
 void expert_counts(ExpertParallel *x, MoeKept *kept) {
     int64_t e = x->moe->model->config.experts, here = x->moe->here;
     Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
-    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept), WAITS_FOR_COUNTS);
+    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept), WAITS_TO_SEND);
     RowExchange *exchange = host_alloc(sizeof *exchange);
     *exchange = (RowExchange){kept->own, host_alloc(e * sizeof(int64_t))};
     moe_read_counts(x->moe, kept->training, exchange->received, theirs, 0);
@@ -124,8 +124,8 @@ static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, c
     return out;
 }
 
-Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait) {
-    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, wait);
+Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own) {
+    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, WAITS);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
     regroup(x, exchange->received, rows, arrived, true);
     tensor_free(&arrived);
@@ -145,27 +145,26 @@ Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor
 
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     expert_counts(context, kept);
-    Tensor own = pairs_gather(&kept->pairs, x),
-           rows = dispatch_rows(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
+    Tensor own = pairs_gather(&kept->pairs, x), rows = dispatch_rows(context, kept->exchange, own);
     tensor_free(&own);
     return rows;
 }
 
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
-    kept->out = combine_rows(context, kept->exchange, made, WAITS_ACROSS_TO_COMPUTE);
+    kept->out = combine_rows(context, kept->exchange, made, WAITS);
     return pairs_combine(&kept->pairs, kept->out, kept->weights);
 }
 
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     Tensor own = pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
     tensor_free(&kept->out);
-    Tensor dout = dispatch_rows(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
+    Tensor dout = dispatch_rows(context, kept->exchange, own);
     tensor_free(&own);
     return dout;
 }
 
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
-    Tensor own = combine_rows(context, kept->exchange, drows, WAITS_ACROSS_TO_COMPUTE),
+    Tensor own = combine_rows(context, kept->exchange, drows, WAITS),
            dx = pairs_gather_backward(&kept->pairs, own);
     tensor_free(&own);
     return dx;

@@ -75,12 +75,11 @@ typedef struct Ledger {
     bool keeps, replay;
 } Ledger;
 
-// Where a block's pass is; overlapped_experts.c is told. WAITS: the pass has started an all-to-all, of
-// counts or of rows inside a node or across nodes, and needs what arrives; after that it sends again, or
-// computes (TO_COMPUTE). BEGINS, AMID, ENDS: of a stretch of compute.
+// Where a block's pass is; overlapped_experts.c is told.
 typedef enum Moment {
-    WAITS_FOR_COUNTS, WAITS_INSIDE, WAITS_ACROSS, WAITS_INSIDE_TO_COMPUTE, WAITS_ACROSS_TO_COMPUTE,
-    BEGINS, AMID, ENDS
+    WAITS_TO_SEND,      // for counts, or rows from inside its node: they arrive soon, and it sends again
+    WAITS,              // for rows from other nodes, or rows to compute with
+    BEGINS, AMID, ENDS  // of a stretch of compute
 } Moment;
 
 struct Moe {
@@ -168,8 +167,8 @@ typedef struct RowExchange {
 // Sets kept->exchange, count and m: ranks tell each other how many rows they will send.
 void expert_counts(ExpertParallel *x, MoeKept *kept);
 // Dispatch: new, the rows that arrive, sorted by this rank's experts, in exchange for its own rows (sorted
-// by all experts); combine: the way back. wait: what follows.
-Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
+// by all experts); combine: the way back. wait: whether the pass then computes or sends again.
+Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own);
 Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
 // Adds what a step exchanges: counts within x->ep, and rows within `exchanges`.
 void expert_price(Price *price, const Model *m, const ExpertParallel *x, Group exchanges);

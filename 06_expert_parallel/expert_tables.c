@@ -127,21 +127,19 @@ static BlockSends block_sends(Mesh mesh, Config c) {
 
 static void mixtral_block(Mesh mesh, const Config *config) {
     int ep = mesh.ep.size;
-    if (ep == 1 || 8 % ep) return;
+    if (ep == 1 || 8 % ep || mesh.cp.size * mesh.tp.size > 1) return;
     Config c =
         config_of_model("mixtral-8x7b", "layers=1 seq=4096 dtype=bf16 micro-batch=1 grad-acc=1 steps=2");
     config_set(&c, "zero", 0);
     c.ep = ep;
     c.dp = mesh.dp.size;
-    c.cp = mesh.cp.size;
-    c.seq *= c.cp;
-    double away = (ep - 1.0) / ep, row = 2.0 * (double)c.hidden, rows = (double)(c.top_k * c.seq / c.cp);
+    double away = (ep - 1.0) / ep, row = 2.0 * (double)c.hidden, rows = (double)(c.top_k * c.seq);
     double bytes = 0;  // the same by either link
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     clock_push("Mixtral 8x7B");
-    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, equally many rows to each expert:\n",
-        c.seq / c.cp, ep);
+    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, equally many rows to each expert:\n", c.seq,
+        ep);
     say("  %-26s %14s %16s %12s", "", "all-to-alls", "all-to-all, ms", "block, ms");
     for (int apart = 0; apart < 2; apart++) {
         clock_set_nodes(apart ? 1 : mesh.world.size);

@@ -326,8 +326,8 @@ static const Option capacity = {"capacity",
                                 0,
                                 1e6,
                                 "",
-                                "most rows that an expert takes of a sequence, as a multiple of the mean; "
-                                "the rest skip it; 0: no limit",
+                                "capacity factor: the most rows that an expert takes of a sequence, as a "
+                                "multiple of the mean; the rest skip it; 0: no limit",
                                 false};
 
 const Technique moe = {.name = "moe",

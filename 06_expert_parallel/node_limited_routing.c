@@ -54,19 +54,18 @@ static Request *cross(const NodeLimited *l, MemoryKind kind, Tensor *out, const 
     return comm_all_to_all(*out, take, in, give, l->across);
 }
 
-static Tensor crossed(const NodeLimited *l, const int64_t *from, Tensor in, const int64_t *to,
-                      Moment wait) {
+static Tensor crossed(const NodeLimited *l, const int64_t *from, Tensor in, const int64_t *to) {
     Tensor out;
     Request *request = cross(l, MEMORY_COMMUNICATION, &out, from, in, to);
-    moe_at(l->plain->moe, wait);
+    moe_at(l->plain->moe, WAITS);
     comm_wait(request);
     return out;
 }
 static Tensor dispatch_across(const NodeLimited *l, const Hops *hops, Tensor own) {
-    return crossed(l, hops->from, own, hops->to, WAITS_ACROSS);
+    return crossed(l, hops->from, own, hops->to);
 }
 static Tensor combine_across(const NodeLimited *l, const Hops *hops, Tensor sums) {
-    return crossed(l, hops->to, sums, hops->from, WAITS_ACROSS_TO_COMPUTE);
+    return crossed(l, hops->to, sums, hops->from);
 }
 
 // ---- who goes where ----
@@ -120,7 +119,7 @@ static Tensor dispatch_tokens(const NodeLimited *l, MoeKept *kept, Hops *hops, T
         request[i] = cross(l, kind, &out[i], hops->from, in[i], hops->to);
         tensor_free(&in[i]);
     }
-    moe_at(l->plain->moe, WAITS_ACROSS);
+    moe_at(l->plain->moe, WAITS);
     comm_wait_all(request, 3);
     *chosen = out[1];
     hops->weights = out[2];
@@ -188,7 +187,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     Tensor own = pairs_gather(&hops->experts, come);
     tensor_free(&hops->experts.tokens);
     tensor_free(&come);
-    Tensor rows = dispatch_rows(&l->inside, &hops->inside, own, WAITS_INSIDE_TO_COMPUTE);
+    Tensor rows = dispatch_rows(&l->inside, &hops->inside, own);
     tensor_free(&own);
     kept->held_by_dispatch = 8 * tensor_count(hops->nodes.place) + 4 * tensor_count(hops->experts.place) +
                              tensor_bytes(hops->weights);
@@ -199,7 +198,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     const NodeLimited *l = context;
     const Hops *hops = kept->exchange;
-    kept->out = combine_rows(&l->inside, &hops->inside, made, WAITS_INSIDE);
+    kept->out = combine_rows(&l->inside, &hops->inside, made, WAITS_TO_SEND);
     Tensor sums = pairs_combine(&hops->experts, kept->out, hops->weights);
     Tensor came = combine_across(l, hops, sums), y = pairs_combine(&hops->nodes, came, (Tensor){0});
     tensor_free(&sums);
@@ -221,7 +220,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
     hops->dweights = tensor_share(dweights);
     hops->request = cross(l, MEMORY_COMMUNICATION, &hops->parts, hops->to, part, hops->from);
     tensor_free(&part);
-    Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows, WAITS_INSIDE_TO_COMPUTE);
+    Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows);
     tensor_free(&drows);
     return dout;
 }
@@ -230,7 +229,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;
-    Tensor own = combine_rows(&l->inside, &hops->inside, drows, WAITS_INSIDE);
+    Tensor own = combine_rows(&l->inside, &hops->inside, drows, WAITS_TO_SEND);
     Tensor sums = pairs_gather_backward(&hops->experts, own);
     tensor_free(&own);
     Tensor came = combine_across(l, hops, sums), dx = pairs_gather_backward(&hops->nodes, came);
@@ -302,7 +301,8 @@ static void check(const Config *c) {
           "--expert-groups %ld would fit",
           c->expert_groups, nodes, c->ep, whole, nodes);
     CHECK(config_number(c, "capacity") == 0,
-          "--capacity drops rows, and here tokens are sent: leave it out, or take expert_parallel");
+          "--capacity drops rows, and two hops send tokens, each once for all its experts in a node: leave "
+          "it out, or take expert_parallel");
 }
 
 // Bytes per rank, block and micro-batch, B an element, w a weight. T tokens x nodes go to other nodes and

@@ -35,10 +35,9 @@ typedef struct Overlap {
     ucontext_t caller, pass[2];
     char *stack[2];
     Work work;
-    bool running, done[2], waiting[2];
-    Moment waits[2];  // what a waiting pass waits for
-    int passed[2];    // moments that the other one has computed since
-    int now;          // the pass that runs
+    bool running, done[2];
+    Moment left[2];  // where each pass has given way
+    int now;         // the pass that runs
     Sockets before;
 } Overlap;
 
@@ -50,33 +49,16 @@ static void go_on_with(Overlap *o, int pass) {
     CHECK(swapcontext(&o->pass[me], &o->pass[pass]) == 0, "a micro-batch cannot give way to another");
 }
 
-// How much compute it takes to hide what a pass waits for, in moments.
-static int length_of(Moment wait) {
-    return wait == WAITS_FOR_COUNTS ? 0 : wait == WAITS_INSIDE || wait == WAITS_INSIDE_TO_COMPUTE ? 1 : 2;
-}
-
-// A pass that must wait gives way, unless the other is itself waiting for a longer all-to-all that has hardly
-// begun. While a pass computes, it lets the other one send again: at once if that waits for counts, and in
-// the middle of a stretch of compute if for rows from inside the node; the other then waits, and this one
-// continues. This depends on no clock, so all ranks switch at the same calls.
+// A pass that must wait gives way. A pass that computes gives way only if the other one waits to send again:
+// that soon waits for what it has sent, and this one continues. This depends on no clock, so all ranks switch
+// at the same calls.
 static void at(void *context, Moment moment) {
     Overlap *o = context;
     int me = o->now, other = 1 - me;
     if (!o->running || o->done[other]) return;
-    if (moment < BEGINS) {
-        bool come = !o->waiting[other] || o->passed[other] >= length_of(o->waits[other]);
-        if (!come && length_of(moment) < length_of(o->waits[other])) return;
-        o->waits[me] = moment;
-        o->passed[me] = 0;
-    } else {
-        o->passed[other]++;
-        bool sends = o->waiting[other] && (o->waits[other] == WAITS_FOR_COUNTS ||
-                                           (o->waits[other] == WAITS_INSIDE && moment == AMID));
-        if (!sends) return;
-    }
-    o->waiting[me] = moment < BEGINS;
+    if (moment >= BEGINS && o->left[other] != WAITS_TO_SEND) return;
+    o->left[me] = moment;
     go_on_with(o, other);
-    o->waiting[me] = false;
 }
 
 // makecontext can pass only ints, so the pointer is passed in two halves.
@@ -103,7 +85,8 @@ static void prepare(Overlap *o, int pass) {
     context->uc_stack.ss_sp = o->stack[pass];
     context->uc_stack.ss_size = STACK;
     context->uc_link = NULL;
-    o->waiting[pass] = o->done[pass] = false;
+    o->done[pass] = false;
+    o->left[pass] = BEGINS;
     makecontext(context, (void (*)(void))begin_pass, 2, (unsigned)self, (unsigned)(self >> 32));
 }
 

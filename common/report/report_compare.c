@@ -95,8 +95,8 @@ static Row compare_quantity(const Record *run, const Record *baseline, int which
         factor[i] = c.holds ? NAN : d.scale;
         put_difference(json_child(json_child(json, y.name, false), d.what, false), &d);
     }
-    for (int i = 0; i < y.tensors; i++)
-        row.alike += fabs(factor[i] - row.worst.scale) <= 1e-2 * fabs(row.worst.scale);
+    for (int i = 0; i < y.tensors; i++)  // a scale of 1 is no factor
+        row.alike += fabs(factor[i] - row.worst.scale) < 1e-2 * fabs(row.worst.scale - 1);
     free(factor);
     note_nearest(proof, row.worst.relative, bound);
     return row;

@@ -254,6 +254,9 @@ my @advice = (
     [qr/comm_wait comes first|is still (?:reading|writing)|was not waited for|never waited/, 'wait',
         'A request is in flight while its tensor is used or freed: wait for the request first, or do '
         . 'not start what nobody waits for.'],
+    [qr/this is no request in flight/, 'wait',
+        'The request is waited for a second time, or was never started: which function waits for it, and '
+        . 'which one starts it?'],
     [qr/\(--timeout\)/, 'hang',
         'Ranks wait for each other. Read who waits for whom: a call is missing on one '
         . 'of them, comes in another order, or goes to the wrong neighbour, or a loop there does not end.'],
@@ -264,11 +267,17 @@ my @advice = (
     [qr/part \d+ has -?\d+/, 'size',
         'Are the counts those of this group, one for each of its ranks? Is the tensor of a part as long as '
         . 'that part, even if N does not divide the whole?'],
+    [qr/^(?:rank \d+: )?(?:[^:]*step \d+: )?out of (?:device|host) memory/, 'size',
+        'A size is far too large: is it a count that was never set to zero, or one that is multiplied '
+        . 'twice?'],
     [qr/dimension \d+ of a tensor is -/, 'size',
         'A count is negative: how many elements has a rank for which none are left?'],
     [qr/not made of heads/, 'shape',
         'Rows of Wq, Wk and Wv are heads of d elements each: does the rank store whole heads?'],
-    [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden
+    [qr/elements differ from .*\(relative \d\.\d+e-(?:0[7-9]|1\d),/, 'order of sums',
+        'Only the last bits differ: the same numbers are summed in another order. Which micro-batch, or '
+        . 'which rank, is the first to add to a gradient, and is it always the same one?'],
+    [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden|should\shide
         |in\sflight(?:,|\swhen)|not\sin\sflight/x,
         'overlap',
         'The numbers are right, but communication is not overlapped: start it earlier, or wait for it '
@@ -425,7 +434,8 @@ sub of_count {
     return 'Memory is above the formula: something is not freed, freed too late, or kept whole where a '
         . 'shard would do.'
         if $what eq 'memory' && $more;
-    return 'Memory is below the formula: something is freed too early, or never allocated.'
+    return 'Memory is below the formula: something is freed too early, never allocated, or allocated as '
+        . 'another kind.'
         if $what eq 'memory';
     return 'The numbers are right, but with more operations: a product and a sum should be one fmaf, and '
         . 'what does not change in a loop should be computed before it.'
@@ -452,7 +462,11 @@ sub advice {
         if $e->{predicts} && $text =~ /predicted|formula/;
     for (@advice) {
         my ($pattern, $kind, $words) = @$_;
-        return ($kind, $words // of_count($text, $kind)) if $text =~ $pattern;
+        next if $text !~ $pattern;
+        $words //= of_count($text, $kind);
+        $words .= " Or is the prediction wrong, which is made from $e->{counted}?"
+            if $e->{counted} && $kind =~ /^(?:memory|bytes)$/;
+        return ($kind, $words);
     }
     return ('proof', $e->{proof} =~ /^tests.(.*)/ ? "What it demands is in tests/unit/$1.c." : '');
 }

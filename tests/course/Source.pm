@@ -39,7 +39,7 @@ sub words {
 # ---- the table ----
 
 my @fields = qw(file function minutes task hint read reach);
-my @optional = qw(proof then predicts within);
+my @optional = qw(proof then predicts counted within);
 
 # Exercises in the order of the table, each with name, the fields, proof (a program below build/), run (its
 # flags, one element for each run) and then (a unit test below build/).

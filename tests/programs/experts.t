@@ -156,6 +156,8 @@ if wanted "a folder of experts"; then
     report $? "a folder of experts: one device's on 2 ranks, and theirs on one device"
 fi
 
+refused "dry run, step 1: route_order: 67108864 tokens of 64 experts each" moe --dry-run $one --grad-acc 1 \
+    --seq 1048576 --micro-batch 64 --experts 64 --top-k 64
 refused "--capacity is room for rows of a whole sequence, which --cp 2 splits" expert_parallel --cp 2 \
     --seq 32 --capacity 1
 refused "--capacity is room for rows of a whole sequence, which --sp, --tp 2 splits" expert_parallel \

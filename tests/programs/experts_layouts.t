@@ -24,6 +24,11 @@ layout "tp 2, cp 2, ep 8, full" --ranks 8 --tp 2 --sp --cp 2 --ep 8 --recompute 
 layout "tp 2, dp 4, ep 4, zero 2, vocabulary" --ranks 8 --tp 2 --sp --vocab-parallel --ep 4 --zero 2
 layout "tp 2, ep 4, DeepSeek, shared experts" --tp 2 --sp --ep 4 --moe deepseek --shared-experts 1 \
     --expert-groups 4 --groups-kept 2 --recompute selective
+if wanted "tp 2, ep 4, no block of Mixtral, which would not be sharded over tp"; then
+    run "$build/expert_parallel" --tp 2 --sp --ep 4 --seq 24 --layers 1 --steps 1 &&
+        grep -q '^The same where all logits are equal' "$out" && ! grep -q '^A block of Mixtral' "$out"
+    report $? "tp 2, ep 4, no block of Mixtral, which would not be sharded over tp"
+fi
 # ---- ZeRO-3: experts' weights are gathered with their block's ----
 layout "zero 3, ep 2" --zero 3
 layout "zero 3, ep 2, full, tied, 3 micro-batches" --zero 3 --ep 2 --recompute full --tied --grad-acc 3
@@ -64,9 +69,18 @@ passes "one rank trains for real, zero 2" expert_parallel $real --zero 2
 passes "one rank trains for real, experts drop rows" expert_parallel $real --capacity 1.1
 refused "--init and --resume take the model's shape" expert_parallel --init /tmp --moe deepseek
 verdict='two micro-batches in flight change no bit'
-passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1 --machine h200
+passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1 \
+    --network-efficiency 0.98
 passes "overlapped, a single pair of DualPipe, on the model clock" overlapped_experts --layers 2 --steps 1 \
     --pp 2 --ep 2 --schedule dualpipe --grad-acc 4
+if wanted "overlapped, a single pair of DualPipe, the parts of its step"; then  # in the run above
+    # exposed all-to-alls, compute and the sum of the copies; messages between stages are below 1%
+    awk '/^  pairs together/ { exposed = $4; step = $5 } /compute takes/ { computed = $(NF - 1) }
+         /two copies are summed in/ { summed = $(NF - 4) }
+         END { parts = exposed + computed + summed; exit !(step > 0 && parts > 0.99 * step && parts < step) }' \
+        "$out"
+    report $? "overlapped, a single pair of DualPipe, the parts of its step"
+fi
 refused "--schedule dualpipe or dualpipe_v would fit" overlapped_experts --pp 2 --ep 2 --schedule afab
 refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_experts --zero 3
 

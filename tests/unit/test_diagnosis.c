@@ -169,6 +169,18 @@ static void gradients_are_blamed_before_the_losses_that_they_spoil(void **contex
     record_free(&baseline);
 }
 
+// Another order of sums changes the last bits of every gradient, and none by a factor.
+static void last_bits_are_no_factor(void **context) {
+    (void)context;
+    Record run = run_new("4 ranks", 1), baseline = run_new("one device", 1);
+    for (int t = 0; t < TENSORS; t++) run.grad[t][3] *= 1 + 1e-15, run.grad[t][4] *= 1 - 1e-15;
+    report_compare(&run, &baseline, PROOF_EXACT, bound_of(0));
+    assert_says(last_line(STATUS_FAIL), "scale 1); 2 of 2 fail", 1);
+    assert_null(strstr(printed, "by this factor"));
+    record_free(&run);
+    record_free(&baseline);
+}
+
 static void parameters_alone_blame_the_optimizer(void **context) {
     (void)context;
     Record run = run_new("4 ranks", 1), baseline = run_new("one device", 1);
@@ -215,6 +227,7 @@ int main(int argc, char **argv) {
         FOUR(a_factor_of_two_on_two_ranks_may_also_be_an_addition_too_many),
         FOUR(a_loss_that_is_off_by_log_n_is_told_of_its_softmax),
         FOUR(a_count_that_is_off_by_a_factor_is_told_which),
+        FOUR(last_bits_are_no_factor),
         FOUR(gradients_are_blamed_before_the_losses_that_they_spoil),
         FOUR(parameters_alone_blame_the_optimizer),
         FOUR(a_norm_that_the_first_step_has_right_blames_the_steps),

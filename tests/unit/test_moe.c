@@ -1,6 +1,6 @@
 // test_moe.c: a model whose blocks have experts: its gradients against finite differences, a delayed W,
 // recomputation that routes again, the sockets that experts' products go through, what is counted in training
-// alone, and how the biases of load balance move.
+// alone, the gradients of the balancing losses, and how the biases of load balance move.
 #include <math.h>
 #include <omp.h>
 #include <setjmp.h>
@@ -257,11 +257,8 @@ static void watched_backward_weight(void *context, Model *m, int count, Param *c
 }
 static void note(void *context, Moment moment) {
     Watch *w = context;
-    static const char letter[] = {[WAITS_FOR_COUNTS] = 'C',
-                                  [WAITS_ACROSS_TO_COMPUTE] = 'W',
-                                  [BEGINS] = 'B',
-                                  [AMID] = 'A',
-                                  [ENDS] = 'E'};
+    static const char letter[] = {
+        [WAITS_TO_SEND] = 'S', [WAITS] = 'W', [BEGINS] = 'B', [AMID] = 'A', [ENDS] = 'E'};
     assert_true(w->moments + 1 < (int)sizeof w->moment);
     w->moment[w->moments++] = letter[moment];
 }
@@ -318,7 +315,7 @@ static void an_evaluation_waits_for_counts_and_enters_no_table(void **state) {
     if (x->moe->ledger.count)
         fail_msg("an evaluation has added %lld counts to the ledger of training: kept->training says no",
                  (long long)x->moe->ledger.count);
-    assert_string_equal(watch.moment, "ECWBAEWECWBAEW");  // of two layers
+    assert_string_equal(watch.moment, "ESWBAEWESWBAEW");  // of two layers
     expert_parallel.unplug(c.model, x);
     case_free(&c, &moe);
 }
@@ -393,6 +390,45 @@ static void biases_move_by_the_rate_towards_the_mean(void **state) {
     trainer_free(t);
 }
 
+// With equal logits each score is 1 / e, and the gradients have a closed form: for expert i, of which a
+// sequence of s tokens takes f_i times the mean, A (f_i - 1) / (e s) and Z 2 log(e) / (e s), over the number
+// of sequences in the global batch, times the scale of the loss.
+static void balance_is_a_mean_over_the_sequences_of_the_batch(void **state) {
+    (void)state;
+    enum { B = 2, S = 4, E = 6, K = 2, GRAD_ACC = 3 };
+    Config config = config_default(
+        "layers=1 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 micro-batch=2 grad-acc=3 experts=6 "
+        "top-k=2 dtype=f64");
+    config_set(&config, "aux-loss", 0.3);
+    config_set(&config, "z-loss", 0.7);
+    Trainer *t = trainer_new(&config, mesh_single(), (const Technique *[]){&moe, &load_balance, NULL});
+    Balance balance = ((Moe *)t->model->sockets.mlp.context)->balance;
+    t->model->grad_scale = 8;
+    int32_t chosen[B * S * K] = {0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 4, 5, 2, 4, 0, 2};
+    double dlogits[B * S * E], taken[B][E] = {{0}};
+    int64_t own[E] = {0};
+    for (int i = 0; i < B * S * K; i++) taken[i / (S * K)][chosen[i]]++, own[chosen[i]]++;
+    MoeKept kept = {.logits = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(B * S, E)),
+                    .dlogits = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(B * S, E)),
+                    .chosen = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(B * S, K)),
+                    .own = own};
+    op_fill(kept.logits, 1.5);
+    op_fill(kept.dlogits, 0);
+    tensor_from_host(kept.chosen, chosen);
+    balance.backward(balance.context, &(MicroBatch){.s = S}, 0, &kept);
+    tensor_to_doubles(dlogits, kept.dlogits);
+    for (int i = 0; i < B * S * E; i++) {
+        double f = taken[i / (S * E)][i % E] * E / (K * S), lse = 1.5 + log(E);
+        double want = 8.0 / (B * GRAD_ACC) * (0.3 * (f - 1) + 0.7 * 2 * lse) / (E * S);
+        if (!(fabs(dlogits[i] - want) <= 1e-14))
+            fail_msg("token %d, expert %d: the balancing losses' gradient is %.15g, expected %.15g", i / E,
+                     i % E, dlogits[i], want);
+    }
+    Tensor *const all[] = {&kept.logits, &kept.dlogits, &kept.chosen};
+    for (int i = 0; i < 3; i++) tensor_free(all[i]);
+    trainer_free(t);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
@@ -407,6 +443,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(experts_go_through_sockets),
         cmocka_unit_test(an_evaluation_waits_for_counts_and_enters_no_table),
         cmocka_unit_test(parameters_are_counted),
+        cmocka_unit_test(balance_is_a_mean_over_the_sequences_of_the_batch),
         cmocka_unit_test(biases_move_by_the_rate_towards_the_mean),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
