@@ -391,7 +391,8 @@ static double sum_of(double sum, const double *x, const double *y, int count) {
 // 201696 is below 2^18, so 14 bits of it end with 16. Each number is cut by itself before their sum is.
 static void sums_in_bits_lose_what_is_small_beside_the_largest(void **state) {
     (void)state;
-    const double small[] = {15, 15, -15, 31.5, -16, 0x1p-20}, large[] = {-0x1p20}, endless[] = {INFINITY, 1};
+    const double small[] = {15, 15, -15, 31.5, -16, 0x1p-20}, large[] = {-0x1p20},
+                 endless[] = {INFINITY, 1};
     const double ones[] = {1, 1, 1, 1, 1, 1};
     assert_true(sum_of(16383, ones, ones, 1) == 16384);  // which is 2^14
     assert_true(sum_of(-16385, ones, ones, 0) == -16384);
