@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "comm_inside.h"
+#include "hash.h"
 #include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/in_flight.h"
