@@ -128,11 +128,11 @@ Model *model_new(const Config *config, Mesh mesh) {
     params_begin(p, &mesh);
     p->recipe = recipe_standard(config->dtype);
     params_add_unit(p, "embedding");
-    params_add(p, &(ParamSpec){"model.embed_tokens.weight", ROLE_EMBEDDING, v, h, true, 0.02});
+    params_add(p, &(ParamSpec){"model.embed_tokens.weight", ROLE_EMBEDDING, v, h, true, std});
     for (int64_t layer = 0; layer < config->layers; layer++) add_block(p, config, layer);
     params_add_unit(p, "head");
     params_add(p, &(ParamSpec){"model.norm.weight", ROLE_NORM, h, 0, false, 0});
-    if (!config->tied) params_add(p, &(ParamSpec){"lm_head.weight", ROLE_HEAD, v, h, true, 0.02});
+    if (!config->tied) params_add(p, &(ParamSpec){"lm_head.weight", ROLE_HEAD, v, h, true, std});
     m->embedding_unit = 0;
     m->first_block_unit = 1;
     m->head_unit = p->units - 1;

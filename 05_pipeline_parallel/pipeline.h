@@ -107,8 +107,6 @@ double pipeline_makespan(const Pipeline *pipeline, Durations of_stage, double me
 void pipeline_across_nodes(Mesh mesh, const Config *config);
 
 // ---- pipeline_memory.c ----
-// The most bytes of activations at the end of an F, on this rank, as a closed form.
-double pipeline_held_bytes(const Trainer *trainer);
 void pipeline_check_held_bytes(Mesh mesh, const Config *config);
 
 #endif

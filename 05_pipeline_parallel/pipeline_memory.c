@@ -123,7 +123,8 @@ static void run_pass(Walk *w, StagePass pass) {
     if (--w->ws_left[pass.micro_batch] == 0) w->now -= w->size.tokens;
 }
 
-double pipeline_held_bytes(const Trainer *t) {
+// The most bytes of activations at the end of an F, on this rank, as a closed form.
+static double held_bytes(const Trainer *t) {
     const Pipeline *p = trainer_context(t, &pipeline);
     const Schedule *s = &p->schedule;
     Walk w = {.p = p, .size = sizes_of(t), .rank = t->model->mesh.pp.rank};
@@ -152,7 +153,7 @@ void pipeline_check_held_bytes(Mesh mesh, const Config *config) {
     Trainer *t = trainer_new(config, mesh, pipeline_layouts);
     train_step(t, NULL);
     const Pipeline *p = trainer_context(t, &pipeline);
-    double predicted = pipeline_held_bytes(t), measured = (double)t->kept_bytes;
+    double predicted = held_bytes(t), measured = (double)t->kept_bytes;
     report_that(fabs(predicted - measured) <= 0.5,
                 "rank %d of pp holds %.0f B of activations, by its formula %.0f", mesh.pp.rank, measured,
                 predicted);

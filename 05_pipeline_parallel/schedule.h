@@ -52,6 +52,7 @@ typedef struct Schedule {
 } Schedule;
 
 // Empty lists; every micro-batch has direction 0. Stages loop over the ranks: stage k is on rank k modulo p.
+// The caller of this and of all generators ends the schedule with schedule_free.
 Schedule schedule_new(const char *name, int ranks, int micro_batches, int stages, int directions);
 void schedule_free(Schedule *schedule);
 

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "hash.h"
 #include "schedule.h"
 
 // Passes of at most 30 units, of 3 kinds, 6 stages and 3 micro-batches, end before MOST_TIME even one after
@@ -56,9 +57,7 @@ bool schedule_can_search(const Schedule *s, Durations d) {
 // ---- the set of states ----
 
 static size_t hash(const State *state) {
-    const uint8_t *byte = (const uint8_t *)state;
-    uint64_t h = 1469598103934665603u;
-    for (size_t i = 0; i < sizeof *state; i++) h = (h ^ byte[i]) * 1099511628211u;
+    uint64_t h = hash_bytes(HASH_SEED, state, sizeof *state);
     return (size_t)(h ^ h >> 29);
 }
 

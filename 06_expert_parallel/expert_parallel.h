@@ -187,9 +187,6 @@ extern const Option proof_only_option;  // of each of them, beside zero_option
 // expert_tables.c: who computed whose rows; all tokens to the first experts; peaks of activations by the
 // rows that have come; a block of Mixtral 8x7B, dry, on the model clock.
 void expert_tables(Mesh mesh, const Config *config);
-// Trains config's steps, prints who computed whose rows, and checks what was sent and kept against the
-// formulas. equal: routers begin with zeros, so that all tokens take the first experts.
-Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, bool equal);
 // One such step of equal routers, in f64, compared with one device's.
 void experts_all_alike(Mesh mesh, const Config *config, Techniques techniques);
 

@@ -69,7 +69,9 @@ static void print_rows(const ExpertParallel *x, Mesh mesh) {
     free(rows);
 }
 
-Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, bool equal) {
+// Trains config's steps, prints who computed whose rows, and checks what was sent and kept against the
+// formulas. equal: routers begin with zeros, so that all tokens take the first experts.
+static Record trained(const Config *config, Mesh mesh, Techniques techniques, bool equal) {
     Trainer *t = trainer_new(config, mesh, techniques);
     double *zeros = calloc((size_t)(config->experts * config->hidden), sizeof *zeros);
     CHECK(zeros, "out of host memory for a router");
@@ -96,8 +98,8 @@ void experts_all_alike(Mesh mesh, const Config *config, Techniques techniques) {
     Config c = *config;
     c.steps = 1;
     Config whole = program_on_one_device(&c, mesh);
-    Record all = experts_trained(&c, mesh, techniques, true),
-           baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
+    Record all = trained(&c, mesh, techniques, true),
+           baseline = trained(&whole, mesh_single(), expert_baseline, true);
     bool quiet = report_quiet(!config->verbose);
     report_compare(&all, &baseline, PROOF_REASSOCIATED, bound_of(1e-10));
     report_quiet(quiet);
@@ -162,7 +164,7 @@ void expert_tables(Mesh mesh, const Config *config) {
     Config c = *config;
     c.steps = 1;
     say("\nRows by the rank that has the token, and the rank whose experts it takes:\n");
-    Record routed = experts_trained(&c, mesh, expert_layouts(), false);
+    Record routed = trained(&c, mesh, expert_layouts(), false);
     record_free(&routed);
     mixtral_block(mesh, config);
     if (config->dtype != F64) return;

@@ -171,7 +171,7 @@ Proof prove_masked_forward(int d, int64_t tile, Launch launch) {
         const MaskedCase it(side_of(m, false, tile), side_of(m, true, tile));
         const TokenHeads n = it.shape(2, 1, d);
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.keys.s * n.kv * d;
-        const Given<T> q(queries, 4, 1), k(keys, 1, 2), v(keys, 1, 3);
+        const Numbers<T> q(queries, 1, 4), k(keys, 2), v(keys, 3);
         Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
         Array<T> o(queries);
         Array<float> lse(n.b * n.a * n.s);
@@ -180,7 +180,7 @@ Proof prove_masked_forward(int d, int64_t tile, Launch launch) {
         const float *in[] = {q.exact.data(), k.exact.data(), v.exact.data()};
         const auto cpu = attention_on_cpu<float, T>(n, d, in[0], in[1], in[2], NULL, &it.mask);
         const auto right = attention_on_cpu<double>(n, d, in[0], in[1], in[2], NULL, &it.mask);
-        const std::vector<float> once = made(o), once_lse = lse.host();
+        const std::vector<float> once = in_f32(o), once_lse = lse.host();
         proof.hold(once, cpu.o, right.o);
         logs.hold(without_infinity(once_lse), without_infinity(cpu.lse), without_infinity(right.lse));
         const int64_t unseen = spoil_unseen(d_k, it.mask, tile);
@@ -189,7 +189,7 @@ Proof prove_masked_forward(int d, int64_t tile, Launch launch) {
         emulator_order(7);
         launch(o.at, lse.at, d_q.at, d_k.at, d_v.at, n);
         emulator_order(0);
-        report_that(made(o) == once && lse.host() == once_lse,
+        report_that(in_f32(o) == once && lse.host() == once_lse,
                     "mask %d: two runs differ, the second with NaN in %lld keys that nobody sees", m,
                     (long long)unseen);
     }
@@ -206,7 +206,7 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
         const MaskedCase it(side_of(m, false, tile), side_of(m, true, tile));
         const TokenHeads n = it.shape(2, 1, d);
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.keys.s * n.kv * d;
-        const Given<T> q(queries, 4, 1), k(keys, 1, 2), v(keys, 1, 3), grad_o(queries, 1, 5);
+        const Numbers<T> q(queries, 1, 4), k(keys, 2), v(keys, 3), grad_o(queries, 5);
         const float *x[] = {q.exact.data(), k.exact.data(), v.exact.data(), grad_o.exact.data()};
         const auto cpu = attention_on_cpu<float, T>(n, d, x[0], x[1], x[2], x[3], &it.mask);
         const auto right = attention_on_cpu<double>(n, d, x[0], x[1], x[2], x[3], &it.mask);
@@ -219,7 +219,7 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
         const OperandsIn<T> in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
         fill_with_nan(dq), fill_with_nan(dk), fill_with_nan(dv);
         launch(grad, in, room.at, n);
-        const std::vector<float> once[] = {made(dq), made(dk), made(dv)};
+        const std::vector<float> once[] = {in_f32(dq), in_f32(dk), in_f32(dv)};
         proof.hold(once[0], cpu.dq, right.dq);
         proof.hold(once[1], cpu.dk, right.dk);
         proof.hold(once[2], cpu.dv, right.dv);
@@ -228,7 +228,7 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
         emulator_order(7);
         launch(grad, in, room.at, n);
         emulator_order(0);
-        report_that(made(dq) == once[0] && made(dk) == once[1] && made(dv) == once[2],
+        report_that(in_f32(dq) == once[0] && in_f32(dk) == once[1] && in_f32(dv) == once[2],
                     "mask %d: two runs differ, the second with NaN in keys that nobody sees", m);
     }
     return proof;
@@ -262,7 +262,7 @@ void products_of_tiles(const char *name, int d, int products, Launch launch) {
     const std::vector<Token> later(tokens.begin() + UNSEEING, tokens.end());
     const MaskedCase it(positions_of(1, tokens), positions_of(1, later));
     const TokenHeads n = it.shape(1, 1, d);
-    const Given<T> numbers(n.s * d, 1, 4);
+    const Numbers<T> numbers(n.s * d, 4);
     Array<T> x(numbers.narrow.data(), n.s * d), out(3 * n.s * d);
     Array<float> lse(numbers.exact.data(), n.s), room(backward_room(n, d));
     const Work work = counted([&] { launch(x.at, out.at, lse.at, room.at, n); });
@@ -270,7 +270,7 @@ void products_of_tiles(const char *name, int d, int products, Launch launch) {
     report_that(ON_GPU || work.tensor_flops == flops,
                 "%s: with documents the tensor cores do %.0f FLOPs, and %.0f for the tiles that are seen",
                 name, work.tensor_flops, flops);
-    const std::vector<float> first = made(out);
+    const std::vector<float> first = in_f32(out);
     report_that(std::all_of(first.begin(), first.begin() + UNSEEING * d, [](float y) { return y == 0; }),
                 "%s: queries that see no key have other than 0", name);
 }
@@ -320,7 +320,7 @@ void show_masked_forward(const Heads &at_size, int d, int64_t tile, int register
     const std::vector<Token> tokens = packed_tokens(4 * tile, tile, 40);
     const MaskedCase it(positions_of(1, tokens), positions_of(1, tokens));
     const TokenHeads small = it.shape(1, 1, d);
-    const Given<T> numbers(small.s * d, 1, 4);
+    const Numbers<T> numbers(small.s * d, 4);
     Array<T> x(numbers.narrow.data(), small.s * d), o(small.s * d);
     Array<float> lse(small.s);
     const Work work = counted([&] { launch(o.at, lse.at, x.at, x.at, x.at, small); });
@@ -335,7 +335,7 @@ void show_masked_backward(const Heads &at_size, int d, int64_t tile, int registe
     const std::vector<Token> tokens = packed_tokens(4 * tile, tile, 40);
     const MaskedCase it(positions_of(1, tokens), positions_of(1, tokens));
     const TokenHeads small = it.shape(1, 1, d);
-    const Given<T> numbers(small.s * d, 1, 4);
+    const Numbers<T> numbers(small.s * d, 4);
     Array<T> x(numbers.narrow.data(), small.s * d), dq(x.count), dk(x.count), dv(x.count);
     Array<float> lse(numbers.exact.data(), small.s), room(backward_room(small, d));
     const Work work = counted([&] {

@@ -16,30 +16,6 @@ static inline void emulator_order(uint64_t seed) {
 #endif
 }
 
-// Numbers for a kernel that takes T, and the same in f32 for the CPU.
-template <class T>
-struct Given {
-    std::vector<T> narrow;
-    std::vector<float> exact;
-
-    Given(int64_t count, double scale, int stream) {
-        float *x = kernels_numbers(count, scale, stream);
-        for (int64_t i = 0; i < count; i++) {
-            narrow.push_back(static_cast<T>(x[i]));
-            exact.push_back(static_cast<float>(narrow.back()));
-        }
-        free(x);
-    }
-};
-
-// What a kernel has made, in f32.
-template <class T>
-std::vector<float> made(const Array<T> &x) {
-    std::vector<float> wide;
-    for (T number : x.host()) wide.push_back(static_cast<float>(number));
-    return wide;
-}
-
 // ---- attention in f64, or in f32 for the error that its roundings make ----
 
 template <class T>
@@ -143,7 +119,7 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;
-        const Given<T> q(queries, n.scale, 1), k(keys, 1, 2), v(keys, 1, 3);
+        const Numbers<T> q(queries, 1, n.scale), k(keys, 2), v(keys, 3);
         Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
         Array<T> o(queries);
         Array<float> lse(rows), scores(rows * n.s);
@@ -151,15 +127,15 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
         const float *in[] = {q.exact.data(), k.exact.data(), v.exact.data()};
         const auto cpu = attention_on_cpu<float, T>(shape, d, in[0], in[1], in[2], NULL);
         const auto right = attention_on_cpu<double>(shape, d, in[0], in[1], in[2], NULL);
-        const std::vector<float> once = made(o);
+        const std::vector<float> once = in_f32(o);
         proof.hold(once, cpu.o, right.o);
         if (has_lse) logs.hold(lse.host(), cpu.lse, right.lse);
         launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        report_that(made(o) == once, "two runs with %lld tokens differ", (long long)n.s);
+        report_that(in_f32(o) == once, "two runs with %lld tokens differ", (long long)n.s);
         if (n.b == 1) continue;
         for (const Array<T> *x : {&d_q, &d_k, &d_v}) spoil(*x);
         launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        const std::vector<float> beside = made(o);
+        const std::vector<float> beside = in_f32(o);
         report_that(std::equal(once.begin(), once.begin() + queries / 2, beside.begin()),
                     "NaN in the second sample reaches the first");
     }
@@ -181,7 +157,7 @@ Proof prove_backward(int d, bool causal, Launch launch) {
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;
-        const Given<T> q(queries, n.scale, 1), k(keys, 1, 2), v(keys, 1, 3), grad_o(queries, 1, 5);
+        const Numbers<T> q(queries, 1, n.scale), k(keys, 2), v(keys, 3), grad_o(queries, 5);
         const float *x[] = {q.exact.data(), k.exact.data(), v.exact.data(), grad_o.exact.data()};
         const auto cpu = attention_on_cpu<float, T>(shape, d, x[0], x[1], x[2], x[3]);
         const auto right = attention_on_cpu<double>(shape, d, x[0], x[1], x[2], x[3]);
@@ -193,7 +169,7 @@ Proof prove_backward(int d, bool causal, Launch launch) {
         const GradientsIn<T> grad = {dq.at, dk.at, dv.at};
         const OperandsIn<T> in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
         launch(grad, in, room.at, shape);
-        const std::vector<float> once[] = {made(dq), made(dk), made(dv)};
+        const std::vector<float> once[] = {in_f32(dq), in_f32(dk), in_f32(dv)};
         proof.hold(once[2], cpu.dv, right.dv);
         if (n.s > 1) {  // one key has all the weight, whatever its score
             proof.hold(once[0], cpu.dq, right.dq);
@@ -202,12 +178,12 @@ Proof prove_backward(int d, bool causal, Launch launch) {
         emulator_order(7);
         launch(grad, in, room.at, shape);
         emulator_order(0);
-        report_that(made(dq) == once[0] && made(dk) == once[1] && made(dv) == once[2],
+        report_that(in_f32(dq) == once[0] && in_f32(dk) == once[1] && in_f32(dv) == once[2],
                     "two runs with %lld tokens differ", (long long)n.s);
         if (n.b == 1) continue;
         for (const Array<T> *y : {&d_q, &d_k, &d_v, &o, &d_do}) spoil(*y);
         launch(grad, in, room.at, shape);
-        const std::vector<float> beside[] = {made(dq), made(dk), made(dv)};
+        const std::vector<float> beside[] = {in_f32(dq), in_f32(dk), in_f32(dv)};
         for (int i = 0; i < 3; i++)
             report_that(std::equal(once[i].begin(), once[i].begin() + (ptrdiff_t)once[i].size() / 2,
                                    beside[i].begin()),
@@ -227,7 +203,7 @@ void backward_version(const KernelVersion &version, const Heads &at_size, int d,
     small.b = 1, small.s = 3 * multiple, small.a = 2, small.kv = 1;
     const Heads most = ON_GPU ? at_size : small;
     const int64_t queries = most.b * most.s * most.a * d, keys = most.b * most.s * most.kv * d;
-    const Given<T> numbers(queries, 1, 4);
+    const Numbers<T> numbers(queries, 4);
     const T *x = numbers.narrow.data();
     Array<T> q(x, queries), k(x, keys), v(x, keys), o(x, queries), grad_o(x, queries);
     Array<float> lse(numbers.exact.data(), most.b * most.a * most.s), room(backward_room(most, d));

@@ -291,7 +291,7 @@ static void row(const char *name, const Heads &at_size) {
     small.b = 1, small.s = 2 * QUERIES, small.a = 1, small.kv = 1;
     const Heads most = ON_GPU ? at_size : small;
     const int64_t queries = most.b * most.s * most.a * D, keys = most.b * most.s * most.kv * D;
-    const Given<T> numbers(queries, 1, 4);
+    const Numbers<T> numbers(queries, 4);
     Array<T> q(numbers.narrow.data(), queries), k(numbers.narrow.data(), keys);
     Array<T> v(numbers.narrow.data(), keys), o(queries);
     Array<float> lse(queries / D);

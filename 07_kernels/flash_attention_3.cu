@@ -242,12 +242,12 @@ static Work formula(int version, const Heads &shape, double d) {
 template <class T, int D>
 static void prove_masks(int version, const char *name) {
     const int64_t most = 4 * QUERIES * 2 * D;  // numbers of what these two take
-    const Given<T> x(most, 1, 4), y(most, 1, 6);
+    const Numbers<T> x(most, 4), y(most, 6);
     Array<T> q(x.narrow.data(), most), kv(y.narrow.data(), most), o(most);
     Array<float> lse(most / D);
     const auto run = [&](const auto &shape) {
         launch_on<T, D>(version, o.at, lse.at, q.at, kv.at, kv.at, shape);
-        std::vector<float> all = made(o), logs = lse.host();
+        std::vector<float> all = in_f32(o), logs = lse.host();
         all.resize((size_t)(shape.s * shape.a * D));
         all.insert(all.end(), logs.begin(), logs.begin() + shape.s * shape.a);
         return all;
@@ -266,7 +266,7 @@ static void row(int version, const char *name, const Heads &at_size) {
     small.b = 1, small.s = 2 * QUERIES, small.a = 1, small.kv = 1;
     const Heads most = ON_GPU ? at_size : small;
     const int64_t queries = most.b * most.s * most.a * D, keys = most.b * most.s * most.kv * D;
-    const Given<T> numbers(queries, 1, 4);
+    const Numbers<T> numbers(queries, 4);
     Array<T> q(numbers.narrow.data(), queries), k(numbers.narrow.data(), keys);
     Array<T> v(numbers.narrow.data(), keys), o(queries);
     Array<float> lse(queries / D);

@@ -326,15 +326,15 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
 template <class T, int D>
 static void prove_masks() {
     const int64_t most = 4 * KEYS * 2 * D;  // numbers of what these two take
-    const Given<T> x(most, 1, 4);
+    const Numbers<T> x(most, 4);
     Array<T> numbers(x.narrow.data(), most), dq(most), dk(most / 2), dv(most / 2);
     Array<float> lse(x.exact.data(), most / D), room(backward_room({1, 4 * KEYS, 2, 1, 1, 0}, D));
     const auto run = [&](const auto &shape) {
         const T *in = numbers.at;
         launch<T, D>({dq.at, dk.at, dv.at}, {in, in, in, in, lse.at, in}, room.at, shape);
-        std::vector<float> all = made(dq);
+        std::vector<float> all = in_f32(dq);
         all.resize((size_t)(shape.s * shape.a * D));
-        for (const auto &gradient : {made(dk), made(dv)})
+        for (const auto &gradient : {in_f32(dk), in_f32(dv)})
             all.insert(all.end(), gradient.begin(), gradient.begin() + shape.s * D);
         return all;
     };

@@ -301,13 +301,13 @@ static Work formula(const Heads &shape, double d) {
 template <class T, int D>
 static void prove_masks(const char *name) {
     const int64_t most = 4 * QUERIES * 2 * D;  // numbers of what these two take
-    const Given<T> x(most, 1, 4);
+    const Numbers<T> x(most, 4);
     Array<T> numbers(x.narrow.data(), most), o(most);
     Array<float> lse(most / D);
     const Operands8<D> coded(Heads{1, 4 * QUERIES, 2, 1, 1, 0});
     const auto run = [&](const auto &shape) {
         attend(o.at, lse.at, coded, shape);
-        std::vector<float> all = made(o);
+        std::vector<float> all = in_f32(o);
         all.resize((size_t)(shape.s * shape.a * D));
         return all;
     };
@@ -324,14 +324,14 @@ template <int D>
 struct Room {
     typedef __nv_bfloat16 T;
     Heads small, most;
-    Given<T> numbers;
+    Numbers<T> numbers;
     Array<T> q, k, v;
     Operands8<D> coded;
 
     explicit Room(const Heads &n)
         : small{1, 2 * QUERIES, 1, 1, n.scale, n.causal},
           most(ON_GPU ? n : small),
-          numbers(most.b * most.s * most.a * D, 1, 4),
+          numbers(most.b * most.s * most.a * D, 4),
           q(numbers.narrow.data(), most.b * most.s * most.a * D),
           k(numbers.narrow.data(), most.b * most.s * most.kv * D),
           v(numbers.narrow.data(), most.b * most.s * most.kv * D),

@@ -77,11 +77,8 @@ RowError row_error(const Heads &n, const AttentionMask *mask, int64_t row, const
 
 // The same, with numbers from place `from` on that are too small for a scale of their own.
 template <class T>
-Given<T> vanishing(Given<T> x, int64_t from) {
-    for (size_t i = (size_t)from; i < x.narrow.size(); i++) {
-        x.narrow[i] = static_cast<T>(ldexpf(x.exact[i], -126));
-        x.exact[i] = static_cast<float>(x.narrow[i]);
-    }
+Numbers<T> vanishing(Numbers<T> x, int64_t from) {
+    for (size_t i = (size_t)from; i < x.narrow.size(); i++) x.set(i, ldexpf(x.exact[i], -126));
     return x;
 }
 
@@ -90,7 +87,7 @@ template <class T, int D, class Shape>
 struct CodesCase {
     Shape n;
     int64_t rows, keys;  // of all heads, by D
-    Given<T> q, k, v;
+    Numbers<T> q, k, v;
     Array<T> d_q, d_k, d_v, o;
     Array<float> lse;
     Operands8<D> coded;
@@ -99,9 +96,9 @@ struct CodesCase {
         : n(n),
           rows(n.b * n.s * n.a),
           keys(n.b * keys_of(n) * n.kv),
-          q(vanishing(Given<T>(rows * D, scale, 1), last * n.a * D)),
-          k(vanishing(Given<T>(keys * D, 1, 2), last * n.kv * D)),
-          v(vanishing(Given<T>(keys * D, 1, 3), last * n.kv * D)),
+          q(vanishing(Numbers<T>(rows * D, 1, scale), last * n.a * D)),
+          k(vanishing(Numbers<T>(keys * D, 2), last * n.kv * D)),
+          v(vanishing(Numbers<T>(keys * D, 3), last * n.kv * D)),
           d_q(q.narrow.data(), rows * D),
           d_k(k.narrow.data(), keys * D),
           d_v(v.narrow.data(), keys * D),
@@ -112,7 +109,7 @@ struct CodesCase {
     std::vector<float> attended(Attend attend) const {
         encode_all(coded, d_q.at, d_k.at, d_v.at, n);
         attend(o.at, lse.at, coded, n);
-        return made(o);
+        return in_f32(o);
     }
     // Each row within its bound; the error of all, which is relative to the size of o.
     void hold(Proof *proof, const std::vector<float> &once, const AttentionMask *mask) const {

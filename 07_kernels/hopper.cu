@@ -286,7 +286,7 @@ static Proof check(int version, DType dtype) {
         launch(version, again.at, d_a.at, d_b.at, n);
         const std::vector<T> c = repitched(d_c.host(), n, pitch, n),
                              c2 = repitched(again.host(), n, pitch, n);
-        for (T x : c) made.push_back(wide(x));
+        for (T x : c) made.push_back(static_cast<float>(x));
         kernels_matmul_f64(right.data(), a.exact.data(), b.exact.data(), n, n, n);
         kernels_matmul_library(dtype, library.data(), a.exact.data(), b.exact.data(), n, n, n);
         proof.hold(made, library, right);

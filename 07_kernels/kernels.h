@@ -64,7 +64,7 @@ double kernels_seconds(int version);
 
 // count numbers, normally distributed times `scale`; each call with the same `stream` gives the same ones.
 // They repeat after KERNELS_DRAWN, since a billion would take minutes to draw. No proof uses that many; and
-// the period is a prime, so that tiles and rows begin at different places in it.
+// the period is a prime, so that tiles and rows begin at different places in it. The caller frees them.
 enum { KERNELS_DRAWN = (1 << 20) + 7 };
 float *kernels_numbers(int64_t count, double scale, int stream);
 // Relative error (L2) of what a kernel made; where all of `right` is zero, the largest difference.

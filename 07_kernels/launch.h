@@ -51,6 +51,31 @@ struct Array {
     }
 };
 
+// Random numbers of T, and the same in f32 for the CPU.
+template <class T>
+struct Numbers {
+    std::vector<T> narrow;
+    std::vector<float> exact;
+
+    Numbers(int64_t count, int stream, double scale = 1) : narrow((size_t)count), exact((size_t)count) {
+        float *x = kernels_numbers(count, scale, stream);
+        for (size_t i = 0; i < exact.size(); i++) set(i, x[i]);
+        free(x);
+    }
+    void set(size_t i, float x) {
+        narrow[i] = static_cast<T>(x);
+        exact[i] = static_cast<float>(narrow[i]);
+    }
+};
+
+// What a kernel has made, for the CPU.
+template <class T>
+std::vector<float> in_f32(const Array<T> &x) {
+    std::vector<float> all;
+    for (T number : x.host()) all.push_back(static_cast<float>(number));
+    return all;
+}
+
 __device__ static inline float added(float a, float b) { return a + b; }
 __device__ static inline float larger(float a, float b) { return fmaxf(a, b); }
 

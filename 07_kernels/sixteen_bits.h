@@ -41,13 +41,6 @@ __device__ static inline void put_neighbours(T *to, float x, float y, bool pairs
     if (!pairs && count > 1) narrow(to + 1, y);
 }
 
-__host__ static inline float wide(float x) { return x; }
-__host__ static inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
-__host__ static inline float wide(__half x) { return __half2float(x); }
-static inline void from_float(float *to, float x) { *to = x; }
-static inline void from_float(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
-static inline void from_float(__half *to, float x) { *to = __float2half_rn(x); }
-
 // x as an array of T gives it back.
 template <class T>
 __host__ __device__ static inline float stored(float x) {
@@ -118,31 +111,6 @@ __device__ static inline void store_pack(T *to, const float (&x)[N], int64_t lef
 }
 
 // ---- host code ----
-
-// Numbers of T, and the same in f32.
-template <class T>
-struct Numbers {
-    std::vector<T> narrow;
-    std::vector<float> exact;
-
-    Numbers(int64_t count, int stream, double scale = 1) : narrow((size_t)count), exact((size_t)count) {
-        float *x = kernels_numbers(count, scale, stream);
-        for (size_t i = 0; i < exact.size(); i++) set(i, x[i]);
-        free(x);
-    }
-    void set(size_t i, float x) {
-        from_float(&narrow[i], x);
-        exact[i] = wide(narrow[i]);
-    }
-};
-
-// What a kernel has made.
-template <class T>
-static std::vector<float> in_f32(const Array<T> &x) {
-    std::vector<float> all;
-    for (T number : x.host()) all.push_back(wide(number));
-    return all;
-}
 
 // What the CPU computes in f32, rounded to T; in f64 it computes the reference.
 template <class T>

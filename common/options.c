@@ -13,23 +13,26 @@
 
 enum { HELP_WIDTH = 100, LONGEST_NAME = 40 };
 
-// All flags of this book, so that a program can say to which programs a flag that it lacks belongs.
+// So that a program can say to which programs a flag that it lacks belongs.
 static const struct {
     const char *names, *where;
 } book_flags[] = {
-    {" ranks timeout trust-calls gpus-per-node compute-efficiency network-efficiency timeline "
-     "timeline-svg dp ",
+    {"ranks timeout trust-calls gpus-per-node compute-efficiency network-efficiency timeline timeline-svg "
+     "dp bucket-mb",
      "it belongs to chapter 01, data parallelism"},
-    {" zero ", "zero1, zero2 and zero3 are one stage each; programs from chapter 03 on have --zero"},
-    {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
-    {" cp ", "it belongs to chapter 04, context parallelism"},
-    {" pp ", "it belongs to chapter 05, pipeline parallelism"},
-    {" stages micro-batches ",
-     "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
-    {" ep ", "it belongs to chapter 06, expert parallelism"},
-    {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
+    {"zero", "zero1, zero2 and zero3 are one stage each; programs from chapter 03 on have --zero"},
+    {"tp sp vocab-parallel async-tp", "it belongs to chapter 03, tensor and sequence parallelism"},
+    {"cp context layout", "it belongs to chapter 04, context parallelism"},
+    {"pp schedule chunks stage-layers", "it belongs to chapter 05, pipeline parallelism"},
+    {"stages micro-batches", "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
+    {"ep experts top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale capacity "
+     "aux-loss z-loss balance-bias",
+     "it belongs to chapter 06, expert parallelism"},
+    {"fp8 fp8-tile fp8-wire master moments rounding loss-scale",
+     "it belongs to chapter 08, mixed precision"},
+    {"model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
-     "no-check verbose ",
+     "no-check verbose",
      "other programs of this book have it"},
 };
 
@@ -52,9 +55,8 @@ static int edit_distance(const char *a, const char *b) {
 
 static void refuse_unknown(const char *name, const Option *table, int count) NO_RETURN;
 static void refuse_unknown(const char *name, const Option *table, int count) {
-    char *word = format_text(" %s ", name);
     for (size_t i = 0; i < sizeof book_flags / sizeof *book_flags; i++)
-        if (strlen(name) > 0 && !strchr(name, ' ') && strstr(book_flags[i].names, word))
+        if (*name && !strchr(name, ' ') && word_among(book_flags[i].names, name))
             fatal("--%s is not one of %s's flags (%s); --help lists them", name, base_program(),
                   book_flags[i].where);
     const char *nearest = "help";

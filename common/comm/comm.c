@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "comm_inside.h"
+#include "hash.h"
 #include "launch.h"
 #include "tensor/clock.h"
 #include "tensor/device.h"
@@ -39,21 +40,7 @@ bool comm_set_check(bool on) {
     return before;
 }
 
-// ---- hashes ----
-
-const uint64_t HASH_SEED = 0xcbf29ce484222325;
-
-uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {  // FNV-1a, eight bytes at a time
-    const unsigned char *from = data;
-    for (; bytes >= 8; bytes -= 8, from += 8) {
-        uint64_t word;
-        memcpy(&word, from, 8);
-        h = (h ^ word) * 0x100000001b3;
-        h ^= h >> 29;
-    }
-    while (bytes--) h = (h ^ *from++) * 0x100000001b3;
-    return h;
-}
+// ---- whether ranks find the same files ----
 
 // A file that a sandbox hides adds nothing to the hash.
 static uint64_t hash_of_file(uint64_t h, const char *path) {

@@ -165,10 +165,6 @@ double comm_max(double value, Group group);
 void comm_sum_all(double *values, int count, Group group);
 // Whether all members have called it with the same value; all get the same answer.
 bool comm_same(uint64_t value, Group group);
-// A hash of these bytes, to be compared so (FNV-1a, eight bytes at a time). It goes on from the hash of what
-// comes before them, which at first is HASH_SEED.
-extern const uint64_t HASH_SEED;
-uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
 // Whether all members find the same files under these names. If all see one and the same file under each, as
 // on one machine or on a disk that hosts share, none is read; else each member reads its own whole.
 bool comm_same_files(char *const *paths, int count, Group group);

@@ -48,6 +48,7 @@
 
 #include "doorbell.h"
 #include "comm_inside.h"
+#include "hash.h"
 #include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/guard.h"

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "comm_inside.h"
+#include "hash.h"
 #include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/in_flight.h"
@@ -12,25 +13,28 @@
 static CommCount counts_of_kinds[COLLECTIVE_KINDS];
 static double pushed_seconds;
 
-static CommCount *count_of(CollectiveKind kind) {
+// The counts start anew with the clock's.
+static void follow_clock(void) {
     static int64_t resets = -1;
-    if (resets != clock_resets()) {
-        memset(counts_of_kinds, 0, sizeof counts_of_kinds);
-        for (int i = 0; i < COLLECTIVE_KINDS; i++) counts_of_kinds[i].name = kind_names[i];
-        pushed_seconds = 0;
-        resets = clock_resets();
-    }
+    if (resets == clock_resets()) return;
+    for (int i = 0; i < COLLECTIVE_KINDS; i++) counts_of_kinds[i] = (CommCount){.name = kind_names[i]};
+    pushed_seconds = 0;
+    resets = clock_resets();
+}
+
+static CommCount *count_of(CollectiveKind kind) {
+    follow_clock();
     return &counts_of_kinds[kind];
 }
 
 void count_push(double seconds) {
-    count_of(ALL_REDUCE);
+    follow_clock();
     pushed_seconds += seconds;
     clock_exclude(seconds);
 }
 
 CommCount comm_total(void) {
-    count_of(ALL_REDUCE);
+    follow_clock();
     CommCount total = {.name = "total", .wall_seconds = pushed_seconds};
     for (int i = 0; i < COLLECTIVE_KINDS; i++) {
         total.calls += counts_of_kinds[i].calls;
@@ -44,7 +48,7 @@ CommCount comm_total(void) {
 }
 
 int comm_counts(const CommCount **counts) {
-    count_of(ALL_REDUCE);
+    follow_clock();
     *counts = counts_of_kinds;
     return COLLECTIVE_KINDS;
 }
@@ -191,8 +195,7 @@ static void must_exist(const Request *r, Tensor t, const char *name) {
 
 static Request *start(Request *r) {
     Collective *c = &r->call;
-    double began = wall_seconds();
-    r->began = began;
+    r->began = wall_seconds();
     if (!device_is_dry_run() && !r->host && c->kind != BARRIER) c->mark = transport_mark();
     request_take_ports(r);
     CommCount *count = count_of(c->kind);
@@ -201,7 +204,7 @@ static Request *start(Request *r) {
     count->across += r->across;
     comm.calls++;
     line_append(r);
-    count->wall_seconds += wall_seconds() - began;
+    count->wall_seconds += wall_seconds() - r->began;
     return r;
 }
 

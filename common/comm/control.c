@@ -154,7 +154,8 @@ const char *control_launch(int argc, char **argv, int ranks) {
 // ---- the start and the end of a rank: the others may be stopped or gone, and nobody looks for them ----
 
 // What Open MPI itself maps in /dev/shm for each rank: btl_vader_segment_size, and what precedes it.
-enum { MPI_SHARED = (4 << 20) + (64 << 10), PATIENCE = 20 };  // seconds that a busy machine may take
+enum { MPI_SHARED = (4 << 20) + (64 << 10) };
+enum { PATIENCE = 20 };  // seconds that a start or an end may take on a busy machine
 
 static const char *watched;  // the sentence of the signal handler
 

@@ -128,11 +128,6 @@ const char *backend_text(void) {
 
 void backend_wait(void) { device_wait(); }
 
-int device_count(void) {
-    start();
-    return state.count;
-}
-
 void *device_stream(void) {
     start();
     return state.stream;

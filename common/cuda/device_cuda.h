@@ -9,8 +9,6 @@
 extern "C" {
 #endif
 
-// The number of GPUs that this process sees; fatal if there is none.
-int device_count(void);
 // The compute stream, a cudaStream_t: all kernels, copies, allocations and frees of this rank run on it, in
 // the order of the calls. So memory may be freed while a kernel that uses it is still queued; other streams
 // need events.

@@ -15,6 +15,7 @@
 
 #include "gemm.h"
 #include "gpu.h"
+#include "hash.h"
 #include "tensor/device.h"
 #ifdef __CUDACC__
 #include <cublasLt.h>
@@ -319,11 +320,8 @@ static void forget_plans() {
 
 // The plan for this kind, made if there is none yet, in a hash table with linear probing.
 static const Plan *plan_of(const Kind &kind, const Addresses &at) {
-    uint64_t hash = 0xcbf29ce484222325;
-    for (size_t i = 0; i < sizeof kind; i++)
-        hash = (hash ^ reinterpret_cast<const uint8_t *>(&kind)[i]) * 0x100000001b3;
     if (state.count == PLANS / 2) forget_plans();
-    size_t place = hash % PLANS;
+    size_t place = hash_bytes(HASH_SEED, &kind, sizeof kind) % PLANS;
     while (state.plans[place].used && memcmp(&state.plans[place].kind, &kind, sizeof kind) != 0)
         place = (place + 1) % PLANS;
     if (!state.plans[place].used) {

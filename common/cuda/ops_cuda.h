@@ -43,6 +43,11 @@ static inline unsigned threads_for(int64_t items) {
     return (unsigned)(least(ceil_div(items > 0 ? items : 1, WARP) * WARP, MOST_THREADS));
 }
 
+// Blocks of so many threads that loop over `items`.
+static inline unsigned blocks_of(int64_t items, int64_t threads = MOST_THREADS) {
+    return (unsigned)least(ceil_div(items, threads), MOST_BLOCKS);
+}
+
 // One block for each of `rows`.
 static inline unsigned blocks_for(const char *op, int64_t rows) {
     CHECK(rows <= INT_MAX, "%s: %lld rows are more than the %d blocks of a launch", op, (long long)rows,
@@ -203,8 +208,8 @@ static inline void for_each(int64_t count, bool packs, Body body) {
     if (count == 0) return;
     int64_t items = packs ? ceil_div(count, N * AHEAD) + count % N : count;
     unsigned threads = threads_for(items);
-    LAUNCH((each_element<N, AHEAD, Body>), (unsigned)least(ceil_div(items, threads), MOST_BLOCKS), threads,
-           0, stream(), body, count, packs);
+    LAUNCH((each_element<N, AHEAD, Body>), blocks_of(items, threads), threads, 0, stream(), body, count,
+           packs);
 }
 
 // ---- rows: a block reads a row of `count` elements, pack by pack ----

@@ -168,8 +168,8 @@ void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_
     unsigned threads = threads_for(count);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        LAUNCH((add_parts<T>), (unsigned)least(ceil_div(count, threads), MOST_BLOCKS), threads, 0, stream(),
-               static_cast<T *>(y), static_cast<const T *>(x), parts, count);
+        LAUNCH((add_parts<T>), blocks_of(count, threads), threads, 0, stream(), static_cast<T *>(y),
+               static_cast<const T *>(x), parts, count);
     });
 }
 
@@ -205,8 +205,8 @@ void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t g
     unsigned threads = threads_for(count);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        LAUNCH((split_columns<T>), (unsigned)least(ceil_div(count, threads), MOST_BLOCKS), threads, 0,
-               stream(), static_cast<T *>(parts), static_cast<const T *>(whole), groups, copies, n, w);
+        LAUNCH((split_columns<T>), blocks_of(count, threads), threads, 0, stream(), static_cast<T *>(parts),
+               static_cast<const T *>(whole), groups, copies, n, w);
     });
 }
 
@@ -217,7 +217,7 @@ void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t gr
     unsigned threads = threads_for(count);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        LAUNCH((join_columns<T>), (unsigned)least(ceil_div(count, threads), MOST_BLOCKS), threads, 0,
-               stream(), static_cast<T *>(whole), static_cast<const T *>(parts), groups, copies, n, w);
+        LAUNCH((join_columns<T>), blocks_of(count, threads), threads, 0, stream(), static_cast<T *>(whole),
+               static_cast<const T *>(parts), groups, copies, n, w);
     });
 }

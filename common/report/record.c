@@ -128,7 +128,8 @@ static void *owned(Parcel *p, void *data, size_t size) {
 
 static void walk(Parcel *p, Record *r) {
     item(p, r, sizeof *r);
-    if (p->step == UNPACK) r->routing.logits = NULL;  // only the rank that made the run needs them
+    // Only the rank that made the run needs its logits, and those that it followed.
+    if (p->step == UNPACK) r->routing.logits = NULL, r->routing.followed = NULL;
     size_t n = (size_t)r->tensors, steps = (size_t)r->steps;
     r->loss = owned(p, r->loss, steps * sizeof *r->loss);
     r->grad_norm = owned(p, r->grad_norm, steps * sizeof *r->grad_norm);

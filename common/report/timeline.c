@@ -48,12 +48,12 @@ static bool is_step(const char *name) { return !strncmp(name, "step", 4) && (!na
 // the first, which also counts its own, one more.
 static bool find_step(bool outermost, int64_t *first, int64_t *last) {
     const Event *event;
-    int64_t count = clock_events(&event), open[64], before[2] = {-1, -1};
+    int64_t count = clock_events(&event), open[MOST_OPEN_MARKS], before[2] = {-1, -1};
     int depth = 0, number = 0;
     *first = *last = -1;
     for (int64_t i = 0; i < count; i++) {
-        if (event[i].kind == EVENT_PUSH && depth < 64) open[depth++] = i;
-        if (event[i].kind != EVENT_POP || depth == 0) continue;
+        if (event[i].kind == EVENT_PUSH) open[depth++] = i;
+        if (event[i].kind != EVENT_POP) continue;
         int64_t push = open[--depth];
         if (!is_step(event[push].name) || (outermost && depth > 0)) continue;
         int following = atoi(event[push].name + 4);
@@ -88,7 +88,7 @@ Timeline timeline_of_step(bool outermost, const char *title) {
     t.seconds = event[last].model - begin;
     for (int64_t i = first + 1, end; i < last; i++)
         if ((end = recording_end(event, i)) >= 0) t.seconds -= event[end].model - event[i].model;
-    char letter[64] = "+";  // by depth: a mark without a letter has its parent's
+    char letter[MOST_OPEN_MARKS] = "+";  // by depth: a mark without a letter has its parent's
     int depth = 0;
     for (int64_t i = first + 1; i < count; i++) {
         const Event *e = &event[i];

@@ -64,8 +64,6 @@ typedef struct OpenMark {
     OpCount at_push;  // the totals then
 } OpenMark;
 
-enum { MAX_OPEN_MARKS = 96 };
-
 static struct {
     const Machine *machine;
     OpCount total;
@@ -78,7 +76,7 @@ static struct {
     double model_now;  // model time since the start; clock_reset leaves it alone, so that traces go on
     OpCount *marks;    // by path
     int marks_count, marks_room;
-    OpenMark open[MAX_OPEN_MARKS];
+    OpenMark open[MOST_OPEN_MARKS];
     int depth;
     bool tracing;
     Event *events;
@@ -349,7 +347,7 @@ static int mark_index(const char *name) {
 }
 
 void clock_push(const char *name) {
-    CHECK(state.depth < MAX_OPEN_MARKS, "more than %d marks are open, at %s", MAX_OPEN_MARKS, name);
+    CHECK(state.depth < MOST_OPEN_MARKS, "more than %d marks are open, at %s", MOST_OPEN_MARKS, name);
     int mark = mark_index(name);
     OpCount now = state.total;
     // For a mark the wall includes what happens between its operations.

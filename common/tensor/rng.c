@@ -6,6 +6,8 @@
 #include <Random123/philox.h>
 #include <math.h>
 
+#include "hash.h"
+
 typedef struct Block {
     uint64_t low, high;
 } Block;
@@ -19,11 +21,7 @@ static Block philox(uint64_t seed, uint64_t stream, uint64_t index) {
 }
 
 // The top bit keeps names apart from the small numbers of the other streams.
-uint64_t rng_stream(const char *name) {
-    uint64_t hash = 0xcbf29ce484222325;
-    for (; *name; name++) hash = (hash ^ (unsigned char)*name) * 0x100000001b3;
-    return hash | 1ull << 63;
-}
+uint64_t rng_stream(const char *name) { return hash_text(name) | 1ull << 63; }
 
 uint64_t rng_bits(uint64_t seed, uint64_t stream, uint64_t index) {
     return philox(seed, stream, index).low;

@@ -10,8 +10,7 @@
 // Streams keep the uses of one seed apart: a parameter uses its name's hash, other uses have these.
 enum { RNG_DATA = 1, RNG_MASK = 2, RNG_SAMPLE = 3, RNG_TEST = 4 };
 
-uint64_t rng_stream(
-    const char *name);  // FNV-1a hash of a tensor's name; never one of the small numbers above
+uint64_t rng_stream(const char *name);  // of a tensor: a hash of its name; never one of the small numbers
 uint64_t rng_bits(uint64_t seed, uint64_t stream, uint64_t index);
 double rng_uniform(uint64_t seed, uint64_t stream, uint64_t index);  // [0, 1), 53 bits
 double rng_normal(uint64_t seed, uint64_t stream, uint64_t index);   // mean 0, variance 1 (Box-Muller)

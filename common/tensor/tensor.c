@@ -172,6 +172,10 @@ Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape) {
     return view;
 }
 
+Tensor tensor_part(Tensor t, int64_t first, int64_t count) {
+    return tensor_exists(t) ? tensor_view(t, first, SHAPE(count)) : t;
+}
+
 Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows) {
     int64_t columns = tensor_columns(t);
     return tensor_view(t, first * columns, SHAPE(rows, columns));

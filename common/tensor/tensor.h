@@ -127,6 +127,8 @@ void tensor_free(Tensor *t);
 // Borrowed: elements [first, first + product of shape) of t in another shape; valid as long as t, and never
 // freed.
 Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape);
+// Borrowed: elements [first, first + count) of t, flat; of {0}, {0}.
+Tensor tensor_part(Tensor t, int64_t first, int64_t count);
 // Borrowed: rows [first, first + rows) of t, taken as a matrix (tensor_rows(t), tensor_columns(t)).
 Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows);
 

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "checkpoint_inside.h"
+#include "hash.h"
 
 // ---- the settings that determine a run's course ----
 
@@ -120,8 +121,7 @@ uint64_t checkpoint_identity(const Config *c, Progress p) {
     free(heads);
     free(stretch);
     free(specials);
-    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-    for (const char *letter = text; *letter; letter++) hash = (hash ^ (uint8_t)*letter) * 0x100000001b3;
+    uint64_t hash = hash_text(text);
     free(text);
     return hash ? hash : 1;
 }

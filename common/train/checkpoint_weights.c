@@ -55,16 +55,16 @@ static void open_parts(WeightFiles *w, const char *dir) {
 
 WeightFiles weights_open(const char *dir) {
     WeightFiles w = {0};
-    bool parts = !folder_has(dir, "model.safetensors") && folder_has(dir, "model.safetensors.index.json");
-    w.name = format_text("%s/model.safetensors%s", dir, parts ? ".index.json" : "");
-    CHECK(parts || folder_has(dir, "model.safetensors") ||
+    bool parts = !folder_has(dir, MODEL_FILE) && folder_has(dir, MODEL_FILE ".index.json");
+    w.name = format_text("%s/" MODEL_FILE "%s", dir, parts ? ".index.json" : "");
+    CHECK(parts || folder_has(dir, MODEL_FILE) ||
               !(folder_has(dir, "pytorch_model.bin") || folder_has(dir, "pytorch_model.bin.index.json")),
           "%s has its weights only as pytorch_model.bin, which is Python's own format; write them as "
           "safetensors: python3 -c 'from transformers import AutoModelForCausalLM as M; "
           "M.from_pretrained(\"%s\").save_pretrained(\"%s\")'",
           dir, dir, dir);
     if (parts) open_parts(&w, dir);
-    else add_file(&w, dir, "model.safetensors");
+    else add_file(&w, dir, MODEL_FILE);
     return w;
 }
 

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "files.h"
+#include "hash.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"
 
@@ -156,8 +157,8 @@ void data_close(Data *data) {
 
 // FNV-1a over whole tokens: different data has the same hash with a probability of about 1 in 2^64.
 uint64_t data_print(const Data *data) {
-    uint64_t print = 0xcbf29ce484222325;
-    for (int64_t i = 0; i < data->count; i++) print = (print ^ (uint32_t)token_at(data, i)) * 0x100000001b3;
+    uint64_t print = HASH_SEED;
+    for (int64_t i = 0; i < data->count; i++) print = (print ^ (uint32_t)token_at(data, i)) * HASH_PRIME;
     return print ? print : 1;
 }
 

@@ -53,11 +53,6 @@ void optimizer_allocate(Optimizer *optimizer, const Params *params) {
     }
 }
 
-// The part [first, first + count) of a flat tensor; "no tensor" stays none.
-static Tensor part(Tensor flat, int64_t first, int64_t count) {
-    return tensor_exists(flat) ? tensor_view(flat, first, SHAPE(count)) : flat;
-}
-
 static double decay_of(const Optimizer *optimizer, const Param *param) {
     return optimizer->kind == OPTIMIZER_ADAMW && param->decays ? optimizer->weight_decay : 0;
 }
@@ -139,11 +134,11 @@ static void step_param(Optimizer *optimizer, const Params *params, const Param *
     int64_t from, count;
     if (!param_overlap(param, unit->own_first, unit->own_count, &from, &count)) return;
     int64_t at = from - unit->own_first;
-    Part p = {.value = part(unit->own_values, at, count),
-              .master = part(state->master, at, count),
-              .m = part(state->m, at, count),
-              .v = part(state->v, at, count),
-              .grad = part(unit->own_grads, at, count)};
+    Part p = {.value = tensor_part(unit->own_values, at, count),
+              .master = tensor_part(state->master, at, count),
+              .m = tensor_part(state->m, at, count),
+              .v = tensor_part(state->v, at, count),
+              .grad = tensor_part(unit->own_grads, at, count)};
     if (is_narrow(r)) step_narrow(optimizer, r, p, param, from - param->offset, lr, grad_scale);
     else step_part(optimizer, p, param, lr, grad_scale);
 }

@@ -207,10 +207,6 @@ static void draw(Tensor values, const Param *param, int64_t from, int64_t count,
 
 static bool is_coded(DType dtype) { return dtype == E4M3 || dtype == E5M2; }
 
-static Tensor part_of(Tensor flat, int64_t first, int64_t count) {
-    return tensor_exists(flat) ? tensor_view(flat, first, SHAPE(count)) : (Tensor){0};
-}
-
 void params_measure(Params *params) {
     int64_t first = 0;
     for (int i = 0; i < params->units; i++) {
@@ -266,15 +262,15 @@ static void allocate_units(Params *params) {
     }
     for (int i = 0; i < params->units; i++) {
         Unit *unit = &params->unit[i];
-        unit->values = part_of(params->values, unit->first, unit->count);
-        unit->grads = part_of(params->grads, unit->first, unit->count);
-        unit->accumulated = part_of(params->accumulated, unit->first, unit->count);
+        unit->values = tensor_part(params->values, unit->first, unit->count);
+        unit->grads = tensor_part(params->grads, unit->first, unit->count);
+        unit->accumulated = tensor_part(params->accumulated, unit->first, unit->count);
         unit->own_values = sharding < SHARD_VALUES
-                               ? part_of(unit->values, unit->own_first, unit->own_count)
-                               : part_of(params->own_values, own_first, unit->own_count);
+                               ? tensor_part(unit->values, unit->own_first, unit->own_count)
+                               : tensor_part(params->own_values, own_first, unit->own_count);
         unit->own_grads = sharding < SHARD_GRADS
-                              ? part_of(unit_total_grad(unit), unit->own_first, unit->own_count)
-                              : part_of(params->own_grads, own_first, unit->own_count);
+                              ? tensor_part(unit_total_grad(unit), unit->own_first, unit->own_count)
+                              : tensor_part(params->own_grads, own_first, unit->own_count);
         own_first += unit->own_count;
     }
 }
@@ -290,7 +286,7 @@ void params_allocate(Params *params, Recipe recipe, uint64_t seed) {
         const Param *param = &params->param[i];
         int64_t from = 0;
         Tensor values = params->sharding < SHARD_VALUES
-                            ? part_of(params->unit[param->unit].values, param->offset, param->count)
+                            ? tensor_part(params->unit[param->unit].values, param->offset, param->count)
                             : param_own_value(params, param, &from);
         if (tensor_exists(values)) draw(values, param, from, tensor_count(values), seed);
     }

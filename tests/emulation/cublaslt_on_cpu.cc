@@ -19,6 +19,7 @@
 #include <limits.h>
 
 #include "cuda_on_cpu/cuda_on_cpu_inside.h"
+#include "hash.h"
 #include "tensor/tensor.h"
 
 enum { A, B, C, D, MATRICES, NUMBER, WORKSPACE, OPERANDS = 2, ALGORITHMS = 3 };
@@ -209,8 +210,8 @@ static cublasStatus_t need(const cublasLtMatmulDescOpaque_t &x,
 
 static uint64_t fingerprint(const cublasLtMatmulDescOpaque_t &x,
                             const cublasLtMatrixLayout_t (&m)[MATRICES]) {
-    uint64_t hash = 0xcbf29ce484222325;
-    const auto mix = [&](int64_t value) { hash = (hash ^ (uint64_t)value) * 0x100000001b3; };
+    uint64_t hash = HASH_SEED;
+    const auto mix = [&](int64_t value) { hash = (hash ^ (uint64_t)value) * HASH_PRIME; };
     mix(x.compute), mix(x.scale_type), mix(x.fast);
     for (int i = 0; i < OPERANDS; i++) mix(x.transpose[i]), mix(x.scale[i] != NULL);
     for (int i = 0; i < MATRICES; i++)

@@ -202,6 +202,8 @@ static void wrong_use_is_one_sentence_that_names_the_flag(void **state) {
          "programs from chapter 03 on have --zero)"},
         {"--stages 4", "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
         {"--cp 2", "it belongs to chapter 04, context parallelism"},
+        {"--experts 8", "it belongs to chapter 06, expert parallelism"},
+        {"--fp8 mxfp8", "it belongs to chapter 08, mixed precision"},
         {"--recompute full", "other programs of this book have it"},
         {"--wholly-unlike-anything-that-stands-in-the-table-of-options 1", "--help lists them"},
     };

@@ -117,6 +117,20 @@ static void the_last_step_is_taken_and_if_asked_the_last_outermost(void **contex
     timeline_free(&last);
 }
 
+static void marks_nest_as_deep_as_the_clock_lets_them(void **context) {
+    (void)context;
+    clock_push("step 1");
+    for (int i = 1; i < MOST_OPEN_MARKS; i++) clock_push(i == 80 ? "forward" : "within");
+    compute(NULL, 2);
+    for (int i = 1; i < MOST_OPEN_MARKS; i++) clock_pop();
+    compute("backward", 1);
+    clock_pop();
+    Timeline t = timeline_of_step(true, "");
+    ASSERT_SAME(t.seconds, 3);
+    check_spans(t.compute, t.compute_count, (Span[]){{0, 2, 'F'}, {2, 3, 'B'}}, 2);
+    timeline_free(&t);
+}
+
 // The last step of a run counts no labels of a next one; but of two steps, the first counts its own, too.
 static void of_three_steps_the_second_is_taken(void **context) {
     (void)context;
@@ -334,6 +348,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(spans_stand_where_the_clock_had_them, start_again),
         cmocka_unit_test_setup(compute_exposed_and_idle_fill_the_step, start_again),
         cmocka_unit_test_setup(the_last_step_is_taken_and_if_asked_the_last_outermost, start_again),
+        cmocka_unit_test_setup(marks_nest_as_deep_as_the_clock_lets_them, start_again),
         cmocka_unit_test_setup(of_three_steps_the_second_is_taken, start_again),
         cmocka_unit_test_setup(letters_show_the_step_to_the_column, start_again),
         cmocka_unit_test_setup(each_line_has_its_own_row, start_again),
