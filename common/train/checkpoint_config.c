@@ -113,6 +113,11 @@ static void read_llama3(const ConfigFile *config, const cJSON *json, Rope *rope)
     CHECK(rope->original == floor(rope->original) && rope->original <= INT32_MAX,
           "%s: \"original_max_position_embeddings\" is no whole number from 1 to %d", config->path,
           INT32_MAX);
+    // transformers 4 takes RoPE's own, and 5 the one beside it
+    double beside = read_positive(config, config->json, "original_max_position_embeddings", rope->original);
+    CHECK(beside == rope->original,
+          "%s: \"original_max_position_embeddings\" is %g, and %g among the settings of RoPE", config->path,
+          beside, rope->original);
     CHECK(rope->low < rope->high, "%s: \"low_freq_factor\" %g is not below \"high_freq_factor\" %g",
           config->path, rope->low, rope->high);
 }
@@ -122,6 +127,9 @@ static void read_llama3(const ConfigFile *config, const cJSON *json, Rope *rope)
 static Rope read_rope(const ConfigFile *config, double standard) {
     static const char *const nested[] = {"rope_scaling", "rope_parameters"};
     Rope result = {.theta = read_positive(config, config->json, "rope_theta", standard)};
+    CHECK(!find(config->json, nested[0]) || !find(config->json, nested[1]),
+          "%s has both \"%s\" and \"%s\": leave in it the one that counts", config->path, nested[0],
+          nested[1]);
     for (size_t i = 0; i < sizeof nested / sizeof *nested; i++) {
         const cJSON *rope = find(config->json, nested[i]);
         if (!rope) continue;
@@ -187,6 +195,12 @@ void checkpoint_config(const char *dir, Config *result) {
     refuse(&file, "mlp_bias", "biases");
     refuse(&file, "attention_dropout", "dropout");
     refuse(&file, "quantization_config", "quantized weights");
+    refuse(&file, "per_layer_config", "layers of different kinds");
+    refuse(&file, "transformers_weights", "weights but " MODEL_FILE);
+    // Not by find: transformers takes null for false.
+    const cJSON *causal = cJSON_GetObjectItemCaseSensitive(file.json, "is_causal");
+    CHECK(!causal || cJSON_IsTrue(causal),
+          "%s: \"is_causal\" is not true; this program's attention is causal", file.path);
 
     Config c = *result;
     c.layers = read_size(&file, "num_hidden_layers", 0);

@@ -75,6 +75,11 @@ static void configs_are_read_or_refused_by_key(void **state) {
         {"mlp_bias", "\"mlp_bias\": true", "\"mlp_bias\" is true", 0},
         {"use_cache", "\"attention_dropout\": 0.1", "\"attention_dropout\" is 0.1", 0},
         {"use_cache", "\"quantization_config\": {\"bits\": 4}", "\"quantization_config\"", 0},
+        {"use_cache", "\"per_layer_config\": {\"0\": {\"rms_norm_eps\": 0.1}}", "\"per_layer_config\"", 0},
+        {"use_cache", "\"transformers_weights\": \"b.safetensors\"", "no weights but model.safetensors", 0},
+        {"use_cache", "\"is_causal\": true", NULL, 0},
+        {"use_cache", "\"is_causal\": false", "\"is_causal\" is not true", 0},
+        {"use_cache", "\"is_causal\": null", "\"is_causal\" is not true", 0},
         {"rope_scaling", "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0}",
          "a RoPE of type \"llama3\" does not say \"low_freq_factor\"", 0},
         {"rope_scaling", LLAMA3("4.0", "1.0"), "\"low_freq_factor\" 4 is not below \"high_freq_factor\" 1",
@@ -86,6 +91,12 @@ static void configs_are_read_or_refused_by_key(void **state) {
          "\"high_freq_factor\": 4, \"original_max_position_embeddings\": 0.5}",
          "\"original_max_position_embeddings\" is no whole number from 1", 0},
         {"rope_scaling", LLAMA3("1.0", "4.0"), NULL, 500000},
+        {"rope_scaling", LLAMA3("1.0", "4.0") ", \"original_max_position_embeddings\": 8192", NULL, 500000},
+        {"rope_scaling", LLAMA3("1.0", "4.0") ", \"original_max_position_embeddings\": 512",
+         "\"original_max_position_embeddings\" is 512, and 8192 among the settings of RoPE", 0},
+        {"rope_scaling",
+         "\"rope_scaling\": {\"type\": \"default\"}, \"rope_parameters\": {\"rope_theta\": 7.0}",
+         "config.json has both \"rope_scaling\" and \"rope_parameters\"", 0},
         {"rope_scaling", "\"rope_scaling\": 2", "\"rope_scaling\"", 0},
         {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 7.0, \"rope_type\": \"yarn\"}",
          "\"rope_parameters\"", 0},
@@ -158,6 +169,8 @@ static void a_config_that_is_no_json_is_refused(void **state) {
         write_text("config.json", texts[i], strlen(texts[i]));
         expect_fatal(read_config, &c, "no JSON object");
     }
+    write_text("config.json", "{}\0\0", 4);  // the end of a file after a crash
+    expect_fatal(read_config, &c, "config.json: it is no text: byte 2 is a zero");
 }
 
 // A number that no int64 holds is no length of a sequence.
