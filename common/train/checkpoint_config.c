@@ -186,8 +186,8 @@ void checkpoint_config(const char *dir, Config *result) {
     if (!mixtral) need_text(&file, type, "model_type", "llama", false);
     const cJSON *architectures = find(file.json, "architectures");
     if (architectures)
-        need_text(&file, cJSON_GetArrayItem(architectures, 0), "architectures",
-                  mixtral ? "MixtralForCausalLM" : "LlamaForCausalLM", false);
+        need_text(&file, architectures->child ? architectures->child : architectures,
+                  "architectures", mixtral ? "MixtralForCausalLM" : "LlamaForCausalLM", false);
     const cJSON *act = find(file.json, "hidden_act");
     bool swish = cJSON_IsString(act) && !strcmp(act->valuestring, "swish");  // another name of it
     if (!swish) need_text(&file, act, "hidden_act", "silu", true);

@@ -17,9 +17,11 @@
 
 bool folder_has(const char *folder, const char *name) {
     char *path = format_text("%s/%s", folder, name);
+    struct stat status;
     bool has = access(path, F_OK) == 0;
     // What cannot be looked at may be there: an older checkpoint must not quietly take its place.
     CHECK(has || errno == ENOENT || errno == ENOTDIR, "%s", file_fault("look for", path));
+    CHECK(has || lstat(path, &status) != 0, "%s is a link to nothing", path);
     free(path);
     return has;
 }
@@ -189,7 +191,7 @@ static char *newest_here(const char *dir) {
     for (struct dirent *entry; (entry = readdir(folder));) {
         if (step_of(entry->d_name) <= newest_step) continue;
         char *path = format_text("%s/%s", dir, entry->d_name);
-        if (folder_has(path, "config.json")) {
+        if (folder_has(dir, entry->d_name) && folder_has(path, "config.json")) {
             newest_step = step_of(entry->d_name);
             free(newest);
             newest = path;

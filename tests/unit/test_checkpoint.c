@@ -193,7 +193,13 @@ static void a_newest_one_that_cannot_be_looked_at_is_not_passed_over(void **stat
     assert_int_equal(mkdir(hidden, 0777), 0);
     assert_int_equal(symlink("config.json", config), 0);  // to itself
     expect_fatal(find_newest, folder, "cannot look for");
+    unlink(config);
+    assert_int_equal(symlink("gone", config), 0);
+    expect_fatal(find_newest, folder, "step-000002/config.json is a link to nothing");
     unlink(config), rmdir(hidden);
+    assert_int_equal(symlink("gone", hidden), 0);
+    expect_fatal(find_newest, folder, "step-000002 is a link to nothing");
+    unlink(hidden);
     free(config), free(hidden);
     run_free(&run);
 }
