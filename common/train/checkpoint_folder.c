@@ -126,6 +126,15 @@ void checkpoint_check_place(const char *dir) {
 
 // ---- the run that a folder belongs to ----
 
+// The number of "step-NUMBER", or -1.
+static int64_t step_of(const char *name) {
+    if (strncmp(name, "step-", 5) != 0 || !name[5]) return -1;
+    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
+    errno = 0;
+    int64_t step = strtoll(name + 5, NULL, 10);
+    return errno ? -1 : step;
+}
+
 // The run named by the weights in a folder; 0: they name none, or there are none.
 static uint64_t run_of(const char *folder) {
     if (!folder_has(folder, MODEL_FILE)) return 0;
@@ -139,7 +148,9 @@ static uint64_t run_of(const char *folder) {
 }
 
 void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits) {
+    struct stat status;
     DIR *entries = opendir(folder);
+    CHECK(entries || lstat(folder, &status) != 0, "--save: %s", file_fault("open", folder));
     if (!entries) return;
     int files = 0;
     for (struct dirent *entry; (entry = readdir(entries)); files++) {
@@ -164,7 +175,7 @@ void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progr
     uint64_t run = progress.run ? progress.run : checkpoint_identity(config, progress);
     DIR *entries = opendir(dir);
     for (struct dirent *entry; entries && (entry = readdir(entries));) {
-        if (strncmp(entry->d_name, "step-", 5) != 0) continue;
+        if (step_of(entry->d_name) < 0) continue;
         char *folder = format_text("%s/%s", dir, entry->d_name);
         checkpoint_check_owner(folder, run, config->resume != NULL);
         free(folder);
@@ -173,15 +184,6 @@ void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progr
 }
 
 // ---- finding one ----
-
-// The number of "step-NUMBER", or -1.
-static int64_t step_of(const char *name) {
-    if (strncmp(name, "step-", 5) != 0 || !name[5]) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    errno = 0;
-    int64_t step = strtoll(name + 5, NULL, 10);
-    return errno ? -1 : step;
-}
 
 static char *newest_here(const char *dir) {
     DIR *folder = opendir(dir);
