@@ -1,7 +1,8 @@
 // checkpoint_config.c: config.json, which says in a Hugging Face folder to what model the weights belong.
 // Llama's implementation has many options. Each key that would change the arithmetic in a way that
-// transformer.c does not support is refused by name; a key that is only descriptive is ignored. Mixtral's
-// is Llama's with experts.
+// transformer.c does not support is refused by name; a key that is only descriptive is ignored. So is
+// pad_token_id, whose row of the embedding transformers does not train: data without padding has no use for
+// one. Mixtral's is Llama's with experts.
 #include <cjson/cJSON.h>
 #include <math.h>
 #include <stdlib.h>
