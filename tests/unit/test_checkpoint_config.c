@@ -161,6 +161,26 @@ static void a_mixtral_has_defaults_of_its_own(void **state) {
     assert_true(c.norm_eps == 1e-5 && c.rope.theta == 1e6 && !c.tied);
 }
 
+static void what_only_mixtral_has_is_refused_by_key(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {"\"sliding_window\": 4096", "\"sliding_window\" is 4096; this program has no sliding windows"},
+        {"\"router_jitter_noise\": 0.1", "\"router_jitter_noise\" is 0.1; this program has no noise"},
+        {"\"output_router_logits\": true", "\"output_router_logits\" is true; this program has no loss"},
+        {"\"num_experts_per_tok\": 9", "\"num_experts_per_tok\" 9 is more than \"num_local_experts\" 8"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *text = format_text(
+            "{\"model_type\": \"mixtral\", \"hidden_size\": 64, \"intermediate_size\": 5, "
+            "\"num_hidden_layers\": 2, \"num_attention_heads\": 16, \"vocab_size\": 11, %s}",
+            cases[i][0]);
+        write_text("config.json", text, strlen(text));
+        Config c = config_default("");
+        expect_fatal(read_config, &c, cases[i][1]);
+        free(text);
+    }
+}
+
 static void a_config_that_is_no_json_is_refused(void **state) {
     (void)state;
     Config c = config_default("");
@@ -230,6 +250,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         IN_A_FOLDER(configs_are_read_or_refused_by_key),
         IN_A_FOLDER(a_mixtral_has_defaults_of_its_own),
+        IN_A_FOLDER(what_only_mixtral_has_is_refused_by_key),
         IN_A_FOLDER(a_config_that_is_no_json_is_refused),
         IN_A_FOLDER(a_length_beyond_all_numbers_is_left_out),
         IN_A_FOLDER(saving_keeps_what_the_loaded_folder_had),
