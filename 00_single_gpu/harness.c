@@ -334,6 +334,10 @@ int program_main(int argc, char **argv, const Program *own_program) {
     if (from)
         say("begins with the weights%s of %s%s", config.resume ? " and the optimizer" : "", from,
             config.resume ? "" : ", at step 0");
+    if (config.save && !config.experts && config.hidden % config.heads)
+        say("WARNING: --hidden %ld is not divisible by --heads %ld: transformers 4 loads what is saved, 5 "
+            "refuses such a Llama",
+            config.hidden, config.heads);
     name_sizes(&config);
     underflow_warn(&config);
     if (kernel_choice.enabled(&config)) whole.exact = NULL;  // other kernels sum in another order

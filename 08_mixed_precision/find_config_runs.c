@@ -281,7 +281,6 @@ Runs runs_read(const char *path) {
     size_t size;
     const char *fault = input_text(path, MOST_BYTES, &t.text, &size);
     CHECK(!fault, "--runs %s: %s", path, fault);
-    CHECK(strlen(t.text) == size, "--runs %s: it is no text: byte %zu is a zero", path, strlen(t.text));
     t.next = t.text;
     t.columns = next_line(&t, t.name);
     const char *twice = name_twice(t.name, t.columns);

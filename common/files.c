@@ -292,6 +292,9 @@ const char *input_text(const char *path, size_t most, char **text, size_t *size)
     close(file);
     if (!wrong && done < *size)
         wrong = fault_text("cannot read %s: %s", path, got < 0 ? strerror(errno) : "it became shorter");
+    // What a crash of the machine may leave; whoever reads up to the first zero would take it for whole.
+    const char *zero = wrong ? NULL : memchr(*text, 0, done);
+    if (zero) wrong = fault_text("%s: it is no text: byte %zu is a zero", path, (size_t)(zero - *text));
     if (wrong) return free(*text), *text = NULL, wrong;
     (*text)[done] = '\0';
     return NULL;

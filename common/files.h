@@ -48,7 +48,7 @@ void input_unmap(const uint8_t *bytes, size_t size);
 // memory that ranks share, its disk is full, is fatal and says so. input_map calls it.
 void watch_mapped_files(void);
 // Reads a regular file of fewer than `most` bytes into *text and appends a zero byte; the caller frees it.
-// Returns as input_map does.
+// Returns as input_map does, and a sentence if the file contains a zero byte.
 const char *input_text(const char *path, size_t most, char **text, size_t *size);
 // A file of these bytes that is in memory alone, as long as this process is. Returns its path there, for the
 // caller to free.

@@ -35,8 +35,8 @@ void checkpoint_save(const char *dir, const Config *config, const Params *params
 // there until this one ends. Fatal, naming --save, if no checkpoint can be made in it, if another run is
 // saving there, or if a rank on another host does not see its contents.
 void checkpoint_check_place(const char *dir);
-// Before the first step of a run that saves: fatal if DIR holds a checkpoint of another run, or a step-*
-// folder with files that do not belong to a checkpoint.
+// Before the first step of a run that saves: fatal if DIR holds a checkpoint of another run or, under the
+// name of one, what no checkpoint can replace: a folder with other files, or no folder at all.
 void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progress progress);
 // The newest step-* folder in dir, or dir itself if that is a checkpoint; else fatal. Called by all ranks
 // together; fatal unless all find the same, with the same content (comm_same_files). The caller frees it.

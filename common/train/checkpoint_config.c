@@ -1,7 +1,8 @@
 // checkpoint_config.c: config.json, which says in a Hugging Face folder to what model the weights belong.
 // Llama's implementation has many options. Each key that would change the arithmetic in a way that
-// transformer.c does not support is refused by name; a key that is only descriptive is ignored. Mixtral's
-// is Llama's with experts.
+// transformer.c does not support is refused by name; a key that is only descriptive is ignored. So is
+// pad_token_id, whose row of the embedding transformers does not train: data without padding has no use for
+// one. Mixtral's is Llama's with experts.
 #include <cjson/cJSON.h>
 #include <math.h>
 #include <stdlib.h>
@@ -113,6 +114,11 @@ static void read_llama3(const ConfigFile *config, const cJSON *json, Rope *rope)
     CHECK(rope->original == floor(rope->original) && rope->original <= INT32_MAX,
           "%s: \"original_max_position_embeddings\" is no whole number from 1 to %d", config->path,
           INT32_MAX);
+    // transformers 4 takes RoPE's own, and 5 the one beside it
+    double beside = read_positive(config, config->json, "original_max_position_embeddings", rope->original);
+    CHECK(beside == rope->original,
+          "%s: \"original_max_position_embeddings\" is %g, and %g among the settings of RoPE", config->path,
+          beside, rope->original);
     CHECK(rope->low < rope->high, "%s: \"low_freq_factor\" %g is not below \"high_freq_factor\" %g",
           config->path, rope->low, rope->high);
 }
@@ -122,6 +128,9 @@ static void read_llama3(const ConfigFile *config, const cJSON *json, Rope *rope)
 static Rope read_rope(const ConfigFile *config, double standard) {
     static const char *const nested[] = {"rope_scaling", "rope_parameters"};
     Rope result = {.theta = read_positive(config, config->json, "rope_theta", standard)};
+    CHECK(!find(config->json, nested[0]) || !find(config->json, nested[1]),
+          "%s has both \"%s\" and \"%s\": leave in it the one that counts", config->path, nested[0],
+          nested[1]);
     for (size_t i = 0; i < sizeof nested / sizeof *nested; i++) {
         const cJSON *rope = find(config->json, nested[i]);
         if (!rope) continue;
@@ -178,8 +187,8 @@ void checkpoint_config(const char *dir, Config *result) {
     if (!mixtral) need_text(&file, type, "model_type", "llama", false);
     const cJSON *architectures = find(file.json, "architectures");
     if (architectures)
-        need_text(&file, cJSON_GetArrayItem(architectures, 0), "architectures",
-                  mixtral ? "MixtralForCausalLM" : "LlamaForCausalLM", false);
+        need_text(&file, architectures->child ? architectures->child : architectures,
+                  "architectures", mixtral ? "MixtralForCausalLM" : "LlamaForCausalLM", false);
     const cJSON *act = find(file.json, "hidden_act");
     bool swish = cJSON_IsString(act) && !strcmp(act->valuestring, "swish");  // another name of it
     if (!swish) need_text(&file, act, "hidden_act", "silu", true);
@@ -187,6 +196,12 @@ void checkpoint_config(const char *dir, Config *result) {
     refuse(&file, "mlp_bias", "biases");
     refuse(&file, "attention_dropout", "dropout");
     refuse(&file, "quantization_config", "quantized weights");
+    refuse(&file, "per_layer_config", "layers of different kinds");
+    refuse(&file, "transformers_weights", "weights but " MODEL_FILE);
+    // Not by find: transformers takes null for false.
+    const cJSON *causal = cJSON_GetObjectItemCaseSensitive(file.json, "is_causal");
+    CHECK(!causal || cJSON_IsTrue(causal),
+          "%s: \"is_causal\" is not true; this program's attention is causal", file.path);
 
     Config c = *result;
     c.layers = read_size(&file, "num_hidden_layers", 0);

@@ -17,9 +17,11 @@
 
 bool folder_has(const char *folder, const char *name) {
     char *path = format_text("%s/%s", folder, name);
+    struct stat status;
     bool has = access(path, F_OK) == 0;
     // What cannot be looked at may be there: an older checkpoint must not quietly take its place.
     CHECK(has || errno == ENOENT || errno == ENOTDIR, "%s", file_fault("look for", path));
+    CHECK(has || lstat(path, &status) != 0, "%s is a link to nothing", path);
     free(path);
     return has;
 }
@@ -124,6 +126,15 @@ void checkpoint_check_place(const char *dir) {
 
 // ---- the run that a folder belongs to ----
 
+// The number of "step-NUMBER", or -1.
+static int64_t step_of(const char *name) {
+    if (strncmp(name, "step-", 5) != 0 || !name[5]) return -1;
+    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
+    errno = 0;
+    int64_t step = strtoll(name + 5, NULL, 10);
+    return errno ? -1 : step;
+}
+
 // The run named by the weights in a folder; 0: they name none, or there are none.
 static uint64_t run_of(const char *folder) {
     if (!folder_has(folder, MODEL_FILE)) return 0;
@@ -137,7 +148,9 @@ static uint64_t run_of(const char *folder) {
 }
 
 void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits) {
+    struct stat status;
     DIR *entries = opendir(folder);
+    CHECK(entries || lstat(folder, &status) != 0, "--save: %s", file_fault("open", folder));
     if (!entries) return;
     int files = 0;
     for (struct dirent *entry; (entry = readdir(entries)); files++) {
@@ -162,7 +175,7 @@ void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progr
     uint64_t run = progress.run ? progress.run : checkpoint_identity(config, progress);
     DIR *entries = opendir(dir);
     for (struct dirent *entry; entries && (entry = readdir(entries));) {
-        if (strncmp(entry->d_name, "step-", 5) != 0) continue;
+        if (step_of(entry->d_name) < 0) continue;
         char *folder = format_text("%s/%s", dir, entry->d_name);
         checkpoint_check_owner(folder, run, config->resume != NULL);
         free(folder);
@@ -172,15 +185,6 @@ void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progr
 
 // ---- finding one ----
 
-// The number of "step-NUMBER", or -1.
-static int64_t step_of(const char *name) {
-    if (strncmp(name, "step-", 5) != 0 || !name[5]) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    errno = 0;
-    int64_t step = strtoll(name + 5, NULL, 10);
-    return errno ? -1 : step;
-}
-
 static char *newest_here(const char *dir) {
     DIR *folder = opendir(dir);
     CHECK(folder, "%s", file_fault("open", dir));
@@ -189,7 +193,7 @@ static char *newest_here(const char *dir) {
     for (struct dirent *entry; (entry = readdir(folder));) {
         if (step_of(entry->d_name) <= newest_step) continue;
         char *path = format_text("%s/%s", dir, entry->d_name);
-        if (folder_has(path, "config.json")) {
+        if (folder_has(dir, entry->d_name) && folder_has(path, "config.json")) {
             newest_step = step_of(entry->d_name);
             free(newest);
             newest = path;

@@ -32,7 +32,7 @@ const char *folder_put_in_place(const char *temporary, const char *final, const 
 // Removes a checkpoint folder, but no file in it that does not belong to a checkpoint.
 void folder_remove_checkpoint(const char *folder);
 // Fatal if this folder, which need not exist, holds a checkpoint of another run, or files that do not belong
-// to a checkpoint. older_fits: accept one that names no run.
+// to a checkpoint, or if what has its name cannot be looked into. older_fits: accept one that names no run.
 void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits);
 
 // ---- checkpoint_run.c ----

@@ -35,6 +35,7 @@ static void open_parts(WeightFiles *w, const char *dir) {
     const char *wrong = input_text(w->name, INDEX_MAX, &text, &size);
     CHECK(!wrong, "%s", wrong);
     cJSON *json = cJSON_ParseWithLengthOpts(text, size + 1, NULL, true);
+    CHECK(cJSON_IsObject(json), "%s is no JSON object", w->name);
     const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map");
     CHECK(cJSON_IsObject(map) && map->child, "%s has no \"weight_map\" of names and files", w->name);
     for (const cJSON *item = map->child; item; item = item->next) {

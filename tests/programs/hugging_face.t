@@ -19,6 +19,8 @@ done
 # such heads free the width from being a multiple of their number
 odd="--hidden 50 --heads 3 --kv-heads 3 --head-size 16 --ffn 48"
 passes "3 heads of 16, h 50: saved" 00_single_gpu/train $odd --layers 1 --steps 2 --save "$work/odd"
+grep -q '^WARNING: --hidden 50 is not divisible by --heads 3: transformers 4 loads' "$out"
+report $? "3 heads of 16, h 50: which transformers 5 refuses, and that is said"
 passes "3 heads of 16, h 50: read again" 00_single_gpu/train --init "$work/odd" --steps 1
 passes "3 heads of 16, h 50: tensor parallelism" 03_tensor_parallel/tensor_parallel $odd --ranks 3 --steps 1
 refused '--hidden 50 is not divisible by --heads 3: --hidden 51 would fit, or any with --head-size' \

@@ -193,7 +193,13 @@ static void a_newest_one_that_cannot_be_looked_at_is_not_passed_over(void **stat
     assert_int_equal(mkdir(hidden, 0777), 0);
     assert_int_equal(symlink("config.json", config), 0);  // to itself
     expect_fatal(find_newest, folder, "cannot look for");
+    unlink(config);
+    assert_int_equal(symlink("gone", config), 0);
+    expect_fatal(find_newest, folder, "step-000002/config.json is a link to nothing");
     unlink(config), rmdir(hidden);
+    assert_int_equal(symlink("gone", hidden), 0);
+    expect_fatal(find_newest, folder, "step-000002 is a link to nothing");
+    unlink(hidden);
     free(config), free(hidden);
     run_free(&run);
 }
@@ -246,20 +252,24 @@ static void edit_state(const char *key, const char *value) {
     free(quoted);
 }
 
-// Another's file may say whose it is and not of which step.
-static void a_state_without_its_step_is_refused(void **state) {
+// Another's file may say whose it is and not of which step, or be no state of a run of this program.
+static void a_state_that_lacks_what_it_must_say_is_refused(void **state) {
     (void)state;
+    static const char *const keys[] = {"step", "sample", "dtype"};
     Run run = run_new("dtype=bf16");
     run_step(&run);
-    run_save(&run, "out");
-    size_t size;
-    char *text = read_text("out/step-000001/optimizer.safetensors", &size);
-    char *key = memmem(text, size, "\"step\":", 7);
-    assert_non_null(key);
-    memcpy(key, "\"stop\":", 7);
-    write_text("out/step-000001/optimizer.safetensors", text, size);
-    free(text);
-    expect_refusal(load_optimizer, &(Load){&run, "out"}, "does not say its step");
+    for (int i = 0; i < 3; i++) {
+        run_save(&run, "out");
+        size_t size;
+        char *text = read_text("out/step-000001/optimizer.safetensors", &size);
+        char *quoted = format_text("\"%s\":", keys[i]), *key = memmem(text, size, quoted, strlen(quoted));
+        assert_non_null(key);
+        key[1] = '-';
+        write_text("out/step-000001/optimizer.safetensors", text, size);
+        char *part = format_text("does not say its %s", keys[i]);
+        expect_refusal(load_optimizer, &(Load){&run, "out"}, part);
+        free(text), free(quoted), free(part);
+    }
     run_free(&run);
 }
 
@@ -279,6 +289,8 @@ static void counts_that_would_overflow_are_refused(void **state) {
     run_save(&run, "out");
     expect_refusal(load_optimizer, &(Load){&run, "out"},
                    "step, sample and optimizer_step must not be negative");
+    edit_state("sample", "x");
+    expect_refusal(load_optimizer, &(Load){&run, "out"}, "sample is no whole number");
     run_free(&run);
 }
 
@@ -354,7 +366,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(no_checkpoint_is_told),
         IN_A_FOLDER(a_newest_one_that_cannot_be_looked_at_is_not_passed_over),
         IN_A_FOLDER(weights_and_state_belong_together),
-        IN_A_FOLDER(a_state_without_its_step_is_refused),
+        IN_A_FOLDER(a_state_that_lacks_what_it_must_say_is_refused),
         IN_A_FOLDER(counts_that_would_overflow_are_refused),
         IN_A_FOLDER(what_a_recipe_keeps_must_be_finite),
         IN_A_FOLDER(optimizer_state_of_another_run_is_refused),

@@ -69,12 +69,18 @@ static void configs_are_read_or_refused_by_key(void **state) {
         {"model_type", "\"model_type\": \"mistral\"", "\"model_type\" is \"mistral\"", 0},
         {"architectures", "\"architectures\": [\"LlamaForSequenceClassification\"]", "\"architectures\" is",
          0},
-        {"architectures", "\"architectures\": []", "\"architectures\"", 0},
+        {"architectures", "\"architectures\": []", "\"architectures\" is []", 0},
+        {"architectures", "\"architectures\": \"LlamaModel\"", "\"architectures\" is \"LlamaModel\"", 0},
         {"hidden_act", "\"hidden_act\": \"gelu\"", "\"hidden_act\" is \"gelu\"", 0},
         {"attention_bias", "\"attention_bias\": true", "\"attention_bias\" is true", 0},
         {"mlp_bias", "\"mlp_bias\": true", "\"mlp_bias\" is true", 0},
         {"use_cache", "\"attention_dropout\": 0.1", "\"attention_dropout\" is 0.1", 0},
         {"use_cache", "\"quantization_config\": {\"bits\": 4}", "\"quantization_config\"", 0},
+        {"use_cache", "\"per_layer_config\": {\"0\": {\"rms_norm_eps\": 0.1}}", "\"per_layer_config\"", 0},
+        {"use_cache", "\"transformers_weights\": \"b.safetensors\"", "no weights but model.safetensors", 0},
+        {"use_cache", "\"is_causal\": true", NULL, 0},
+        {"use_cache", "\"is_causal\": false", "\"is_causal\" is not true", 0},
+        {"use_cache", "\"is_causal\": null", "\"is_causal\" is not true", 0},
         {"rope_scaling", "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0}",
          "a RoPE of type \"llama3\" does not say \"low_freq_factor\"", 0},
         {"rope_scaling", LLAMA3("4.0", "1.0"), "\"low_freq_factor\" 4 is not below \"high_freq_factor\" 1",
@@ -86,6 +92,12 @@ static void configs_are_read_or_refused_by_key(void **state) {
          "\"high_freq_factor\": 4, \"original_max_position_embeddings\": 0.5}",
          "\"original_max_position_embeddings\" is no whole number from 1", 0},
         {"rope_scaling", LLAMA3("1.0", "4.0"), NULL, 500000},
+        {"rope_scaling", LLAMA3("1.0", "4.0") ", \"original_max_position_embeddings\": 8192", NULL, 500000},
+        {"rope_scaling", LLAMA3("1.0", "4.0") ", \"original_max_position_embeddings\": 512",
+         "\"original_max_position_embeddings\" is 512, and 8192 among the settings of RoPE", 0},
+        {"rope_scaling",
+         "\"rope_scaling\": {\"type\": \"default\"}, \"rope_parameters\": {\"rope_theta\": 7.0}",
+         "config.json has both \"rope_scaling\" and \"rope_parameters\"", 0},
         {"rope_scaling", "\"rope_scaling\": 2", "\"rope_scaling\"", 0},
         {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 7.0, \"rope_type\": \"yarn\"}",
          "\"rope_parameters\"", 0},
@@ -149,6 +161,26 @@ static void a_mixtral_has_defaults_of_its_own(void **state) {
     assert_true(c.norm_eps == 1e-5 && c.rope.theta == 1e6 && !c.tied);
 }
 
+static void what_only_mixtral_has_is_refused_by_key(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {"\"sliding_window\": 4096", "\"sliding_window\" is 4096; this program has no sliding windows"},
+        {"\"router_jitter_noise\": 0.1", "\"router_jitter_noise\" is 0.1; this program has no noise"},
+        {"\"output_router_logits\": true", "\"output_router_logits\" is true; this program has no loss"},
+        {"\"num_experts_per_tok\": 9", "\"num_experts_per_tok\" 9 is more than \"num_local_experts\" 8"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char *text = format_text(
+            "{\"model_type\": \"mixtral\", \"hidden_size\": 64, \"intermediate_size\": 5, "
+            "\"num_hidden_layers\": 2, \"num_attention_heads\": 16, \"vocab_size\": 11, %s}",
+            cases[i][0]);
+        write_text("config.json", text, strlen(text));
+        Config c = config_default("");
+        expect_fatal(read_config, &c, cases[i][1]);
+        free(text);
+    }
+}
+
 static void a_config_that_is_no_json_is_refused(void **state) {
     (void)state;
     Config c = config_default("");
@@ -158,6 +190,8 @@ static void a_config_that_is_no_json_is_refused(void **state) {
         write_text("config.json", texts[i], strlen(texts[i]));
         expect_fatal(read_config, &c, "no JSON object");
     }
+    write_text("config.json", "{}\0\0", 4);  // the end of a file after a crash
+    expect_fatal(read_config, &c, "config.json: it is no text: byte 2 is a zero");
 }
 
 // A number that no int64 holds is no length of a sequence.
@@ -216,6 +250,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         IN_A_FOLDER(configs_are_read_or_refused_by_key),
         IN_A_FOLDER(a_mixtral_has_defaults_of_its_own),
+        IN_A_FOLDER(what_only_mixtral_has_is_refused_by_key),
         IN_A_FOLDER(a_config_that_is_no_json_is_refused),
         IN_A_FOLDER(a_length_beyond_all_numbers_is_left_out),
         IN_A_FOLDER(saving_keeps_what_the_loaded_folder_had),

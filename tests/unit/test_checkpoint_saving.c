@@ -397,6 +397,23 @@ static void leftovers_of_a_killed_run_are_replaced(void **state) {
     run_free(&run);
 }
 
+// Found out before the first step, and not after the last one.
+static void what_a_checkpoint_cannot_replace_is_told(void **state) {
+    (void)state;
+    Run run = run_new("");
+    run_save(&run, "out");
+    write_text("out/step-notes", "", 0);  // which is nobody's business
+    start_in_out(&run);
+    write_text("out/step-000001", "a file", 6);
+    expect_refusal(start_in_out, &run, "out/step-000001: Not a directory");
+    char *path = format_text("%s/out/step-000001", folder);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(symlink("gone", path), 0);
+    expect_refusal(start_in_out, &run, "out/step-000001: No such file");
+    free(path);
+    run_free(&run);
+}
+
 static void a_place_that_cannot_be_written_is_told(void **state) {
     (void)state;
     write_text("out", "a file", 6);
@@ -421,6 +438,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(experts_and_recipes_make_another_run),
         cmocka_unit_test(what_a_run_changes_is_told),
         IN_A_FOLDER(leftovers_of_a_killed_run_are_replaced),
+        IN_A_FOLDER(what_a_checkpoint_cannot_replace_is_told),
         IN_A_FOLDER(a_place_that_cannot_be_written_is_told),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -209,6 +209,7 @@ static void weights_in_several_files_load(void **state) {
     static const struct {
         const char *map, *part;
     } cases[] = {
+        {"{\"weight_map\": {\"a\": \"mod", "index.json is no JSON object"},  // cut
         {"{}", "has no \"weight_map\""},
         {"{\"weight_map\": {\"a\": \"../model.safetensors\"}}",
          "names ../model.safetensors, which is no file beside it"},

@@ -249,6 +249,15 @@ static void a_text_that_is_shorter_than_it_claims_is_named(void **state) {
     if (!wrong || !strstr(wrong, "it became shorter")) fail_msg("%s", wrong ? wrong : "read");
 }
 
+static void a_text_with_a_zero_byte_is_refused(void **state) {
+    (void)state;
+    put("a", "some text");
+    assert_int_equal(truncate("a", 12), 0);  // with zeros, which are no text
+    char *text;
+    size_t size;
+    assert_string_equal(input_text("a", 100, &text, &size), "a: it is no text: byte 9 is a zero");
+}
+
 static void what_is_no_utf8_is_replaced(void **state) {
     (void)state;
     static const char *const texts[][2] = {
@@ -314,6 +323,7 @@ int main(int argc, char **argv) {
         TEST(what_is_no_file_is_refused_without_waiting),
         TEST(a_file_that_becomes_shorter_is_named),
         TEST(a_text_that_is_shorter_than_it_claims_is_named),
+        TEST(a_text_with_a_zero_byte_is_refused),
         TEST(what_is_no_utf8_is_replaced),
         TEST(a_signal_that_is_sent_is_not_swallowed),
         TEST(a_fault_has_room_for_any_path),

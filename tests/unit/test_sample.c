@@ -165,12 +165,33 @@ static void a_token_goes_through_the_model_once(void **state) {
     model_free(m);
 }
 
+// Of 3,000 evenly spread numbers, as many draw a token as its part of the sum of p^(1 / temperature) says.
+static void tokens_are_drawn_by_their_probabilities(void **state) {
+    (void)state;
+    enum { DRAWS = 3000 };
+    static const double p[] = {0.1, 0.2, 0, 0.4, 0.3};
+    static const struct {
+        double temperature;
+        int drawn[5];
+    } cases[] = {{1, {300, 600, 0, 1200, 900}}, {0.5, {100, 400, 0, 1600, 900}}, {0, {0, 0, 0, DRAWS, 0}}};
+    for (int i = 0; i < 3; i++) {
+        double logits[5];
+        int drawn[5] = {0};
+        for (int j = 0; j < 5; j++) logits[j] = 1000 + log(p[j]);  // exp(1000) is no number
+        for (int j = 0; j < DRAWS; j++)
+            drawn[sample_draw(logits, 5, cases[i].temperature, (j + 0.5) / DRAWS)]++;
+        for (int j = 0; j < 5; j++) assert_int_equal(drawn[j], cases[i].drawn[j]);
+    }
+    assert_int_equal(sample_draw((const double[]){1, 2, 2}, 3, 0, 0.9), 1);  // the first of the likeliest
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_tokens_are_those_of_whole_windows), cmocka_unit_test(plugs_change_no_token),
         cmocka_unit_test(tokens_see_their_own_document),         cmocka_unit_test(the_window_moves_by_half),
         cmocka_unit_test(a_token_goes_through_the_model_once),
+        cmocka_unit_test(tokens_are_drawn_by_their_probabilities),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
