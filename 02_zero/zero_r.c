@@ -262,6 +262,7 @@ static int64_t buffer_bytes_of(const Record *record) { return record->memory.pea
 // NCCL, which may add in a different order in each call.
 static void compare_sums(const Config *config, Mesh mesh, const Record *through, const Record *in_place) {
     Config alone = program_on_one_device(config, mesh);
+    alone.follows = through;
     if (comm_sums_in_rank_order()) report_compare(through, in_place, PROOF_EXACT, bound_of(0));
     else report_compare(through, in_place, train_proof(config), train_bound(&alone, false, in_place));
 }
