@@ -159,9 +159,14 @@ static void run(Way *way, const Config *config, Group tp) {
     ZeroR z = {.tp = tp, .contiguous = way->contiguous};
     if (way->sharded) zero_r_plug(t->model, &z);
     way->record = train_record(t, way->name);
+    for (int64_t layer = 0; z.held && layer < c.layers; layer++)
+        report_that(!z.held[layer], "%s: the place of block %lld was never given back", way->name,
+                    (long long)layer);
     zero_r_unplug(t->model, &z);
     trainer_free(t);
     heap_follow(NULL);
+    int64_t left = memory_account().now[MEMORY_ACTIVATION];
+    report_that(left == 0, "%s: %lld B of activations are left after the run", way->name, (long long)left);
 }
 
 // Bytes of block inputs that this rank keeps, over all blocks.
