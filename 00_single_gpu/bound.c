@@ -92,8 +92,8 @@ static Record adamw_reference(Trainer *t, const Record *baseline, double *usual)
     return reference;
 }
 
-// Far more than what another order of sums makes of one step, 2^-53 times a few: which way noise goes is luck,
-// and of two equal errors one may grow to a thousand times the other.
+// Far more than what another order of sums makes of one step, 2^-53 times a few: which way noise goes is
+// luck, and of two equal errors one may grow to a thousand times the other.
 static const double NOISE = 0x1p-38;
 
 // The step socket of a run with noise; what its record has of step 1 is before any.

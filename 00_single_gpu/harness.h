@@ -18,6 +18,7 @@ typedef struct Program {
     const char *purpose, *claim;  // for --help, and for the verdict
     const char *defaults;         // as config_parse takes them
     int natural;                  // ranks by default
+    MeshAxis axis;                // over whose ranks the claim splits something; 0: over all
     // For the run on one device with which all is compared; NULL: the techniques that any one device has.
     Techniques baseline;
     Techniques techniques;  // in plug order (five_d_layouts.c lists all in it); ends with NULL

@@ -338,6 +338,7 @@ int main(int argc, char **argv) {
     checkpoints(&config, mesh.world);
     buffers(&config, mesh, buffer_bytes);
     timeline_finish(&config, mesh.world);
+    report_split(mesh.world.size, NULL);
     const char *proven = config.no_check ? "" : ", and no bit changes";
     return comm_finish(
         report_verdict("checkpoints are sharded, buffers and holes do not grow%s", proven));
