@@ -175,6 +175,7 @@ static void parameters_alone_blame_the_optimizer(void **context) {
     run.param[1][3] *= 1.5;
     report_compare(&run, &baseline, PROOF_EXACT, bound_of(0));
     assert_says(last_line(STATUS_FAIL), "gradients are right: usually the optimizer's step", 1.5);
+    assert_says(printed, "tensor.1: 1 element differs from one device in all", 1.5);
     record_free(&run);
     record_free(&baseline);
 }
