@@ -133,10 +133,8 @@ static void compare_parts(const Config *config, bool masked) {
     print_row(config, 1, &baseline, &baseline);
     for (int64_t parts = 2; parts <= config->micro_batch; parts++) {
         if (config->micro_batch % parts) continue;
-        char *what = format_text("the %lld micro-batches", (long long)parts);
         diagnosis_forget();
-        diagnosis_size(SIZE_MICRO_BATCHES, what, parts);  // a wrong factor may be this one
-        free(what);
+        diagnosis_micro_batches(parts);  // a wrong factor may be this one
         Record record = run_in_parts(config, masked, parts);
         print_row(config, parts, &record, &baseline);
         Config whole = *config;

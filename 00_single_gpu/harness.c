@@ -245,14 +245,8 @@ static void name_sizes(const Config *config) {
         int64_t degree;
     } axis[] = {
         {"dp", config->dp}, {"pp", config->pp}, {"cp", config->cp}, {"tp", config->tp}, {"ep", config->ep}};
-    for (size_t i = 0; i < sizeof axis / sizeof *axis; i++) {
-        char *what = format_text("the %ld ranks of %s", axis[i].degree, axis[i].axis);
-        diagnosis_size(SIZE_RANKS, what, axis[i].degree);
-        free(what);
-    }
-    char *what = format_text("the %ld micro-batches", config->grad_acc);
-    diagnosis_size(SIZE_MICRO_BATCHES, what, config->grad_acc);
-    free(what);
+    for (size_t i = 0; i < sizeof axis / sizeof *axis; i++) diagnosis_ranks(axis[i].axis, axis[i].degree);
+    diagnosis_micro_batches(config->grad_acc);
 }
 
 // Trains, proves or counts, as the flags ask. Returns the exit status. Figures and traces are written

@@ -167,7 +167,8 @@ static void judge_row(const Row *row, const Record *run, const Record *baseline,
     else if (proof == PROOF_EXACT)
         judge(false, "%s of %s%s%s: %lld element%s from %s in all (relative %.2e, scale %.6g)%s",
               row->name, run->title, comma, row->tensor, (long long)row->differing,
-              row->differing == 1 ? " differs" : "s differ", baseline->title, d->relative, d->scale, meaning(row, run, baseline, first_bound, first_loss));
+              row->differing == 1 ? " differs" : "s differ", baseline->title, d->relative,
+              d->scale, meaning(row, run, baseline, first_bound, first_loss));
     else {
         bool by_scale = d->relative <= row->bound;
         judge(false, "%s of %s%s%s: off from %s by %.2e %s (bound %.2e), scale %.6g%s", row->name, run->title,

@@ -26,7 +26,7 @@ static void one_unit_in_the_last_place_is_not_exact(void **context) {
     assert_false(compare(pair, PROOF_EXACT, 0));
     assert_printed("tensor.3");
     assert_verdict(STATUS_FAIL,
-                   "FAIL test_report: parameters of variant, tensor.3: 1 elements differ from plain");
+                   "FAIL test_report: parameters of variant, tensor.3: 1 element differs from plain");
     assert_true(compare(pair, PROOF_REASSOCIATED, 1e-10));
     assert_verdict(STATUS_PASS, "PASS");
 }
