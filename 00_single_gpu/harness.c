@@ -324,6 +324,10 @@ int program_main(int argc, char **argv, const Program *own_program) {
           base_program(), from ? from : "--experts 0");
     layout_check(&config, comm_ranks(), program->techniques);
     check_typed(&config, program->techniques);
+    const Technique *subject = program->trains || config.no_check || dry_run ? NULL : program->subject;
+    CHECK(!subject || technique_is_on(subject, &config),
+          "%s proves what it does with %s, which is off: give %s, or --no-check to train without it",
+          base_program(), subject->name, subject->asked);
     if (config.resume) resume_check(&config, (int)config.dp);
     MeshShape shape = layout_shape(&config);
     Mesh mesh = comm_ranks() > 1 || !program->trains ? mesh_new(shape) : mesh_single();

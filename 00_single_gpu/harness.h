@@ -32,6 +32,7 @@ typedef struct Program {
     const char *(*shown)(const Config *config);  // the title of its own column; NULL: the program's name
     // Whether sums run as on one device, so that no bit may differ; NULL: they do not.
     bool (*exact)(const Config *config);
+    const Technique *subject;   // which a proof needs on: flags may turn it off; NULL: any will do
     bool trains;                // always trains for real, and proves nothing: train.c, the baseline itself
     bool experts;               // needs a model with experts, and takes no dense one
     void (*plan)(Mesh mesh, const Config *config);  // shows something before training; may be NULL
