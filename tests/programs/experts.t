@@ -92,7 +92,8 @@ passes "near ties, f32, DeepSeek in groups, a bias" load_balance --ranks 2 --dty
 
 # ---- over ranks ----
 verdict='ranks that shard the experts'
-for ranks in 1 2 4 6 8; do
+verdict='1 rank splits nothing' passes "ep 1 of 1 rank" expert_parallel --ranks 1 --ep 1 --experts 24 $one
+for ranks in 2 4 6 8; do
     passes "ep $ranks of $ranks ranks" expert_parallel --ranks $ranks --ep $ranks --experts 24 $one
 done
 passes "ep 2 of 4 ranks, SGD over 3 steps" expert_parallel
