@@ -131,16 +131,16 @@ static void compare_parts(const Config *config, bool masked) {
     say("  %-16s %25s %24s", "micro-batches", "activations kept", "gradients off by");
     Record baseline = run_in_parts(config, masked, 1);
     print_row(config, 1, &baseline, &baseline);
-    Bound bound = config->no_check ? bound_of(0) : train_bound(config, masked, &baseline);
     for (int64_t parts = 2; parts <= config->micro_batch; parts++) {
         if (config->micro_batch % parts) continue;
-        char *what = format_text("the %lld micro-batches", (long long)parts);
         diagnosis_forget();
-        diagnosis_size(SIZE_MICRO_BATCHES, what, parts);  // a wrong factor may be this one
-        free(what);
+        diagnosis_micro_batches(parts);  // a wrong factor may be this one
         Record record = run_in_parts(config, masked, parts);
         print_row(config, parts, &record, &baseline);
-        if (!config->no_check) report_compare(&record, &baseline, train_proof(config), bound);
+        Config whole = *config;
+        whole.follows = &record;
+        if (!config->no_check)
+            report_compare(&record, &baseline, train_proof(config), train_bound(&whole, masked, &baseline));
         record_free(&record);
     }
     record_free(&baseline);

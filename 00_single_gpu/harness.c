@@ -245,14 +245,8 @@ static void name_sizes(const Config *config) {
         int64_t degree;
     } axis[] = {
         {"dp", config->dp}, {"pp", config->pp}, {"cp", config->cp}, {"tp", config->tp}, {"ep", config->ep}};
-    for (size_t i = 0; i < sizeof axis / sizeof *axis; i++) {
-        char *what = format_text("the %ld ranks of %s", axis[i].degree, axis[i].axis);
-        diagnosis_size(SIZE_RANKS, what, axis[i].degree);
-        free(what);
-    }
-    char *what = format_text("the %ld micro-batches", config->grad_acc);
-    diagnosis_size(SIZE_MICRO_BATCHES, what, config->grad_acc);
-    free(what);
+    for (size_t i = 0; i < sizeof axis / sizeof *axis; i++) diagnosis_ranks(axis[i].axis, axis[i].degree);
+    diagnosis_micro_batches(config->grad_acc);
 }
 
 // Trains, proves or counts, as the flags ask. Returns the exit status. Figures and traces are written
@@ -267,6 +261,13 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
         timeline_finish(config, mesh.world);
         return report_verdict("one step counted and clocked");
     }
+    const int64_t ranks[MESH_AXES] = {comm_ranks(), config->dp, [AXIS_PP] = config->pp,
+                                      [AXIS_CP] = config->cp, [AXIS_TP] = config->tp,
+                                      [AXIS_EP] = config->ep};
+    static const char *const flag[MESH_AXES] = {
+        [AXIS_PP] = "--pp 1", [AXIS_CP] = "--cp 1", [AXIS_TP] = "--tp 1", [AXIS_EP] = "--ep 1"};
+    const MeshAxis axis = comm_ranks() > 1 ? program->axis : AXIS_WORLD;
+    if (program->natural > 1) report_split(ranks[axis], flag[axis]);
     program_show(config, mesh, program);
     config->save = config->init = config->resume = NULL;  // `more` trains from scratch
     clock_push("after the proof");  // --timeline shows the run that was proven
@@ -323,6 +324,10 @@ int program_main(int argc, char **argv, const Program *own_program) {
           base_program(), from ? from : "--experts 0");
     layout_check(&config, comm_ranks(), program->techniques);
     check_typed(&config, program->techniques);
+    const Technique *subject = program->trains || config.no_check || dry_run ? NULL : program->subject;
+    CHECK(!subject || technique_is_on(subject, &config),
+          "%s proves what it does with %s, which is off: give %s, or --no-check to train without it",
+          base_program(), subject->name, subject->asked);
     if (config.resume) resume_check(&config, (int)config.dp);
     MeshShape shape = layout_shape(&config);
     Mesh mesh = comm_ranks() > 1 || !program->trains ? mesh_new(shape) : mesh_single();

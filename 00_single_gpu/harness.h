@@ -18,6 +18,7 @@ typedef struct Program {
     const char *purpose, *claim;  // for --help, and for the verdict
     const char *defaults;         // as config_parse takes them
     int natural;                  // ranks by default
+    MeshAxis axis;                // over whose ranks the claim splits something; 0: over all
     // For the run on one device with which all is compared; NULL: the techniques that any one device has.
     Techniques baseline;
     Techniques techniques;  // in plug order (five_d_layouts.c lists all in it); ends with NULL
@@ -31,6 +32,7 @@ typedef struct Program {
     const char *(*shown)(const Config *config);  // the title of its own column; NULL: the program's name
     // Whether sums run as on one device, so that no bit may differ; NULL: they do not.
     bool (*exact)(const Config *config);
+    const Technique *subject;   // which a proof needs on: flags may turn it off; NULL: any will do
     bool trains;                // always trains for real, and proves nothing: train.c, the baseline itself
     bool experts;               // needs a model with experts, and takes no dense one
     void (*plan)(Mesh mesh, const Config *config);  // shows something before training; may be NULL

@@ -93,6 +93,8 @@ static Record run(const Config *with, Recompute kind) {
     Trainer *t = trainer_new(&config, mesh_single(), NULL);
     Record record = train_record(t, names[kind]);
     trainer_free(t);
+    int64_t left = memory_account().now[MEMORY_ACTIVATION];
+    report_that(left == 0, "%s: %lld B of activations are left after the run", names[kind], (long long)left);
     return record;
 }
 

@@ -157,8 +157,8 @@ double held_out_loss(Trainer *trainer, int64_t samples);
 // Runs the remaining steps of config.steps and records them; saves as --save says. The caller ends it with
 // record_free.
 Record train_record(Trainer *trainer, const char *title);
-// How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else derived from the distance
-// between `baseline` and a run in f64.
+// How close to `baseline` a run with reordered sums must come, and that is config.follows: 1e-10 in f64, but
+// where rounding grows from step to step; else derived from the distance between `baseline` and a run in f64.
 Bound train_bound(const Config *config, bool masked, const Record *baseline);
 // The same for a baseline with these techniques; NULL: those of one device.
 Bound train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline);

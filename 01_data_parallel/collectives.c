@@ -310,6 +310,7 @@ int main(int argc, char **argv) {
     int64_t left = memory_account().now[MEMORY_ACTIVATION];
     report_that(left == 0, "the calls leave %lld B of device memory behind, expected 0", (long long)left);
     timeline_finish(&config, world);
+    report_split(world.size, NULL);
     return comm_finish(report_verdict("every rank holds what each call promises"));
 }
 #endif

@@ -332,6 +332,7 @@ int main(int argc, char **argv) {
     }
     prove_times(&config, (DType)dtype, ring);
     timeline_finish(&config, ring);
+    report_split(ring.size, NULL);
     return comm_finish(
         report_verdict("sums go round a ring in 2 (N - 1) steps: integers exact, %s %s, %.1e of %.1e", name,
                        proof, error, bound));

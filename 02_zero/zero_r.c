@@ -159,9 +159,14 @@ static void run(Way *way, const Config *config, Group tp) {
     ZeroR z = {.tp = tp, .contiguous = way->contiguous};
     if (way->sharded) zero_r_plug(t->model, &z);
     way->record = train_record(t, way->name);
+    for (int64_t layer = 0; z.held && layer < c.layers; layer++)
+        report_that(!z.held[layer], "%s: the place of block %lld was never given back", way->name,
+                    (long long)layer);
     zero_r_unplug(t->model, &z);
     trainer_free(t);
     heap_follow(NULL);
+    int64_t left = memory_account().now[MEMORY_ACTIVATION];
+    report_that(left == 0, "%s: %lld B of activations are left after the run", way->name, (long long)left);
 }
 
 // Bytes of block inputs that this rank keeps, over all blocks.
@@ -262,6 +267,7 @@ static int64_t buffer_bytes_of(const Record *record) { return record->memory.pea
 // NCCL, which may add in a different order in each call.
 static void compare_sums(const Config *config, Mesh mesh, const Record *through, const Record *in_place) {
     Config alone = program_on_one_device(config, mesh);
+    alone.follows = through;
     if (comm_sums_in_rank_order()) report_compare(through, in_place, PROOF_EXACT, bound_of(0));
     else report_compare(through, in_place, train_proof(config), train_bound(&alone, false, in_place));
 }
@@ -332,6 +338,7 @@ int main(int argc, char **argv) {
     checkpoints(&config, mesh.world);
     buffers(&config, mesh, buffer_bytes);
     timeline_finish(&config, mesh.world);
+    report_split(mesh.world.size, NULL);
     const char *proven = config.no_check ? "" : ", and no bit changes";
     return comm_finish(
         report_verdict("checkpoints are sharded, buffers and holes do not grow%s", proven));

@@ -201,6 +201,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 bucket-mb=0.1",
         .natural = 4,
+        .axis = AXIS_TP,
         .before = {"tensor_parallel", NULL, "sp", 0},
         .techniques = tensor_layouts,
         .option = &zero_option,

@@ -279,6 +279,7 @@ int main(int argc, char **argv) {
                            &one.dW, &two.B, &two.H, &two.Z,  &two.dX};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
     timeline_finish(&config, mesh.world);
+    report_split(mesh.world.size, NULL);
     return comm_finish(report_verdict("sharding by columns and by rows gives the single-device product"));
 }
 #endif

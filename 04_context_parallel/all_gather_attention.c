@@ -169,6 +169,7 @@ int main(int argc, char **argv) {
         .claim = "ranks that gather all keys reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=6 seq=61 context=all-gather",
         .natural = 4,
+        .axis = AXIS_CP,
         .before = {"ring_attention", NULL, "context", CONTEXT_RING},
         .techniques = context_layouts,
         .option = &zero_option,

@@ -303,6 +303,7 @@ int main(int argc, char **argv) {
         .claim = "ranks that shard every sequence reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=6 seq=61 context=ring",
         .natural = 4,
+        .axis = AXIS_CP,
         .techniques = context_layouts,
         .option = &zero_option,
         .options = 1,

@@ -259,6 +259,7 @@ int main(int argc, char **argv) {
         .claim = "ranks that split the heads reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=8 seq=61 context=ulysses",
         .natural = 4,
+        .axis = AXIS_CP,
         .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},
         .techniques = context_layouts,
         .option = &zero_option,

@@ -55,6 +55,7 @@ int main(int argc, char **argv) {
         .claim = "balanced ranks reproduce the single-device step",
         .defaults = CONTEXT_MODEL "heads=6 seq=64 context=zigzag",
         .natural = 8,
+        .axis = AXIS_CP,
         .before = {"ring_attention", NULL, "context", CONTEXT_RING},
         .techniques = context_layouts,
         .option = &zero_option,

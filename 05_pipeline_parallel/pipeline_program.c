@@ -233,6 +233,7 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .claim = "stages on several ranks reproduce the single-device step",
                              .defaults = defaults,
                              .natural = 4,
+                             .axis = AXIS_PP,
                              .techniques = pipeline_layouts,
                              .option = options,
                              .options = sizeof options / sizeof *options,

@@ -97,19 +97,20 @@ static void begin_pass(Simulation *sim, int r, Choice choice) {
     schedule_add(sim->schedule, r, choice.kind, r, (*count)++);
 }
 
-// The earliest decision first: all that it needs to know of other ranks is then decided.
+// The earliest decision first: all that it needs to know of other ranks is then decided. What a rank may
+// begin depends on its neighbours alone, so a pass changes the choices of three ranks.
 static void simulate(Simulation *sim, double *ends) {
     for (int r = 0; r < sim->p; r++)
         sim->rank[r] = (Rank){.f_end = ends + 2 * r * sim->m, .b_end = ends + (2 * r + 1) * sim->m};
+    Choice choice[RANKS_MOST];
+    for (int r = 0; r < sim->p; r++) choice[r] = choose(sim, r);
     for (int passes = 0; passes < 3 * sim->p * sim->m; passes++) {
-        int first = -1;
-        Choice best = {PASS_F, INFINITY};
-        for (int r = 0; r < sim->p; r++) {
-            Choice choice = choose(sim, r);
-            if (choice.begin < best.begin) best = choice, first = r;
-        }
-        CHECK(first >= 0, "zb_auto: no rank can go on");
-        begin_pass(sim, first, best);
+        int first = 0;
+        for (int r = 1; r < sim->p; r++)
+            if (choice[r].begin < choice[first].begin) first = r;
+        CHECK(choice[first].begin < INFINITY, "zb_auto: no rank can go on");
+        begin_pass(sim, first, choice[first]);
+        for (int r = first > 0 ? first - 1 : 0; r <= first + 1 && r < sim->p; r++) choice[r] = choose(sim, r);
     }
 }
 

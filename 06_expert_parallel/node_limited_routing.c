@@ -359,6 +359,7 @@ int main(int argc, char **argv) {
             "expert-groups=4 groups-kept=2 ep=8 gpus-per-node=2",
         .experts = true,
         .natural = 8,
+        .axis = AXIS_EP,
         .techniques = node_limited_layouts(),
         .option = &zero_option,
         .options = 1,

@@ -307,6 +307,7 @@ int main(int argc, char **argv) {
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=4",
         .experts = true,
         .natural = 4,
+        .axis = AXIS_EP,
         .techniques = overlapped_layouts(),
         .option = &zero_option,
         .options = 1,

@@ -186,6 +186,7 @@ int main(int argc, char **argv) {
             "layers=1 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=2 "
             "dtype=bf16 optimizer=adamw lr=0.001 clip=0.5",
         .natural = 2,
+        .subject = &bf16_recipe,
         .baseline = one_device,
         .techniques = techniques,
         .twin = "ddp_no_sync",

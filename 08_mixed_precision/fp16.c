@@ -306,6 +306,7 @@ int main(int argc, char **argv) {
             "layers=1 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f16 optimizer=adamw lr=0.001 clip=0.5 bucket-mb=0.1 zero=2",
         .natural = 2,
+        .subject = &fp16_recipe,
         .baseline = one_device,
         .techniques = techniques,
         .option = &zero_option,

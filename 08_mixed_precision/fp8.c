@@ -241,7 +241,11 @@ static void more(Mesh mesh, const Config *config) {
     fp8_outliers(mesh.world);
 }
 
+// The record is on with --fp8 none, too, and then does nothing.
+static bool has_eight_bits(const Config *c) { return recipe_of(c) || config_number(c, "fp8-wire"); }
+
 int main(int argc, char **argv) {
+    const Technique eight_bits = {.name = "fp8", .asked = "--fp8 te-delayed", .enabled = has_eight_bits};
     const Option options[] = {
         {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false},
         {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
@@ -255,6 +259,7 @@ int main(int argc, char **argv) {
             "layers=2 hidden=48 heads=6 kv-heads=2 ffn=96 seq=32 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 fp8=te-delayed",
         .natural = 2,
+        .subject = &eight_bits,
         .baseline = five_d_one_device(),
         .techniques = five_d_layouts(),
         .option = five_d_options,

@@ -127,7 +127,8 @@ static void set_value(Option *option, const char *value) {
         }
         case OPTION_TEXT:
         case OPTION_OUTPUT:
-            CHECK(*value, "--%s needs a %s that is not empty", option->name, option->detail);
+            CHECK(*value, "--%s has an empty value; one like this would fit: --%s %s", option->name,
+                  option->name, option->detail);
             *(const char **)option->target = value;
             break;
         case OPTION_CHOICE:

@@ -11,7 +11,7 @@ static const double FACTOR_NOISE = 0.01, LOSS_NOISE = 1e-3;
 
 enum { MOST_SIZES = 8 };
 static struct Size {
-    SizeKind kind;
+    bool ranks;  // or micro-batches
     char what[48];
     double size;
 } sizes[MOST_SIZES];
@@ -19,11 +19,18 @@ static int count;
 
 void diagnosis_forget(void) { count = 0; }
 
-void diagnosis_size(SizeKind kind, const char *what, int64_t size) {
-    if (size <= 1 || count == MOST_SIZES) return;
+void diagnosis_ranks(const char *axis, int64_t ranks) {
+    if (ranks <= 1 || count == MOST_SIZES) return;
     struct Size *s = &sizes[count++];
-    *s = (struct Size){.kind = kind, .size = (double)size};
-    snprintf(s->what, sizeof s->what, "%s", what);
+    *s = (struct Size){.ranks = true, .size = (double)ranks};
+    snprintf(s->what, sizeof s->what, "the %lld ranks of %s", (long long)ranks, axis);
+}
+
+void diagnosis_micro_batches(int64_t micro_batches) {
+    if (micro_batches <= 1 || count == MOST_SIZES) return;
+    struct Size *s = &sizes[count++];
+    *s = (struct Size){.size = (double)micro_batches};
+    snprintf(s->what, sizeof s->what, "the %lld micro-batches", (long long)micro_batches);
 }
 
 static bool near(double x, double y, double noise) { return fabs(x - y) <= noise * fabs(y); }
@@ -43,7 +50,7 @@ const char *diagnose_gradient(double scale, double relative) {
     bool factor = near(relative, fabs(scale - 1), FACTOR_NOISE);
     for (int i = 0; i < count && factor; i++) {
         const struct Size *s = &sizes[i];
-        bool ranks = s->kind == SIZE_RANKS;
+        bool ranks = s->ranks;
         if (near(scale, 1 / s->size, FACTOR_NOISE))
             say_also(ranks ? "averaged twice over " : "scaled twice by 1 / ", s,
                      ranks ? "" : ", which each loss has in it already");
@@ -59,11 +66,11 @@ const char *diagnose_gradient(double scale, double relative) {
     if (twice) return "usually added twice";
     for (int i = 0; i < count && !factor; i++) {
         const struct Size *s = &sizes[i];
-        if (s->kind == SIZE_RANKS && scale > 0.5 / s->size && scale < 1.5 / s->size)
+        if (s->ranks && scale > 0.5 / s->size && scale < 1.5 / s->size)
             say_also("only one rank's share: the sum over ", s, " is missing or incomplete");
     }
     for (int i = 0; i < count && *text; i++)
-        if (sizes[i].kind == SIZE_MICRO_BATCHES) say_also("some of ", &sizes[i], " are left out");
+        if (!sizes[i].ranks) say_also("some of ", &sizes[i], " are left out");
     return text;
 }
 
@@ -72,7 +79,7 @@ const char *diagnose_loss(double loss, double expected) {
     if (near(loss, -expected, LOSS_NOISE)) return "usually a sign";
     for (int i = 0; i < count; i++) {
         const struct Size *s = &sizes[i];
-        bool ranks = s->kind == SIZE_RANKS;
+        bool ranks = s->ranks;
         if (near(loss / expected, 1 / s->size, LOSS_NOISE))
             say_also(ranks ? "averaged twice over " : "scaled twice by 1 / ", s, "");
         if (near(loss / expected, s->size, LOSS_NOISE)) say_also("summed, and not averaged, over ", s, "");
@@ -94,7 +101,7 @@ const char *diagnose_count(double measured, double expected, const char *unit) {
     double ratio = measured / expected;
     for (int i = 0; i < count; i++) {
         const struct Size *s = &sizes[i];
-        bool ranks = s->kind == SIZE_RANKS;
+        bool ranks = s->ranks;
         if (near(ratio, s->size, 1e-9))
             say_also(ranks ? bytes ? "whole tensors instead of shards over " : "once for each of "
                            : "once for each of ",

@@ -9,10 +9,11 @@
 extern "C" {
 #endif
 
-// Something that a run has several of, which may explain a ratio: "the 4 ranks of dp", "the 2 micro-batches".
-typedef enum SizeKind { SIZE_RANKS, SIZE_MICRO_BATCHES } SizeKind;
-void diagnosis_size(SizeKind kind, const char *what, int64_t size);  // a size of 1 explains nothing
-void diagnosis_forget(void);                                         // forgets all sizes
+// What a run has several of, which may explain a ratio: "the 4 ranks of dp", "the 2 micro-batches". A size
+// of 1 explains nothing.
+void diagnosis_ranks(const char *axis, int64_t ranks);
+void diagnosis_micro_batches(int64_t micro_batches);
+void diagnosis_forget(void);  // forgets all sizes
 
 // Each returns what the number usually means, or "" if there is no usual cause. Static buffers. For a
 // gradient: scale <x, y> / <y, y> and relative error ||x - y|| / ||y||, which equals |scale - 1| if the

@@ -217,12 +217,20 @@ void report_note(const char *format, ...) {
     va_end(arguments);
 }
 
+void report_split(int64_t ranks, const char *flag) {
+    report.alone[0] = 0;
+    if (ranks == 1)
+        snprintf(report.alone, sizeof report.alone, "%s splits nothing: all is as on one device",
+                 flag ? flag : "1 rank");
+}
+
 int report_verdict(const char *format, ...) {
     char text[400];
     va_list arguments;
     va_start(arguments, format);
     int length = vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
+    if (*report.alone) length = snprintf(text, sizeof text, "%s", report.alone);
     if (*report.note && length < (int)sizeof text)
         snprintf(text + length, sizeof text - (size_t)length, "; %s", report.note);
     // Every rank judges what it has; the verdict is the same on all.

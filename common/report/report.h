@@ -69,13 +69,15 @@ void record_share(Record *record, int root, Group group);
 typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
 
 // How far a run may be from its baseline, relative. Gradients are those of the first step, before the
-// optimizer: what its steps make of rounding does not loosen their bound.
+// optimizer: what its steps make of rounding does not loosen their bound, which is also that of the first
+// loss and norm.
 typedef struct Bound {
     double gradients, others;
+    const char *steps;  // the flag that sets how many there are, for a message; NULL: --steps
 } Bound;
 
 static inline Bound bound_of(double both) {
-    Bound bound = {both, both};
+    Bound bound = {both, both, NULL};
     return bound;
 }
 
@@ -86,8 +88,8 @@ static inline Bound bound_of(double both) {
 // does not. A tensor whose baseline is below noise (a millionth of the largest one) is not skipped but
 // measured relative to that noise; but if the baseline of a quantity is zero as a whole, nothing was
 // compared, and it fails. A bound of 0.5 or more would let a factor of two pass: the dtype is too coarse
-// for this size, or for steps of this --lr. Then what is outside the bound still fails; what is within it is
-// UNPROVEN, which is said once (report_verdict). Choices of experts in which the baseline followed the run
+// for this size, or rounding grows too much at this --lr. Then only step 1 and NaN can still fail; the rest
+// is UNPROVEN, which is said once (report_verdict). Choices of experts in which the baseline followed the run
 // are counted, and must have been near ties: logits no further apart than the bound.
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, Bound bound);
 // The bound for a dtype: 1e-10 for f64; for the others 4 times the error of the baseline against
@@ -116,6 +118,9 @@ bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 // STATUS_UNPROVEN. It takes into account every check since the start or the last verdict, and ends --json:
 // a later verdict writes no file.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
+// Tells the verdict over how many ranks its claim splits something, and by which flag of one ("--tp 1"; NULL:
+// all ranks). Over one it splits nothing: checks may hold, but a PASS then says this instead of the claim.
+void report_split(int64_t ranks, const char *flag);
 // A text that a PASS verdict adds; only the latest note counts.
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
 

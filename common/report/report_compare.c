@@ -19,6 +19,7 @@ typedef struct Row {
     int tensors;
     int64_t elements;  // of the last tensor
     Difference worst;
+    double bound;        // by which the worst was judged
     double largest;      // norm of a baseline
     int64_t differing;   // elements whose bits differ
     int failing, alike;  // tensors that fail, and those of them that are off by the worst one's factor
@@ -68,13 +69,19 @@ static void note_nearest(ProofClass proof, double error, double bound) {
     report.bound[proof] = bound;
 }
 
+// Of a bound so weak, what follows step 1 is not judged, but for NaN: when rounding has grown to the size of
+// the figures, a right run may be off by any factor.
+static double judged_by(double bound) { return isfinite(bound) && bound >= WEAKEST_BOUND ? INFINITY : bound; }
+
 // The gradients of routers are judged together with all others, by the same measure of noise, but also shown
 // in a row of their own, *routers, as their error has other causes.
 static Row compare_quantity(const Record *run, const Record *baseline, int which, ProofClass proof,
-                            double bound, Row *routers, cJSON *json) {
+                            Bound bounds, Row *routers, cJSON *json) {
     const Quantity x = quantity_of(run, which), y = quantity_of(baseline, which);
     const double least = REPORT_NOISE * quantity_largest(&y);
+    const double bound = which == GRADIENTS ? bounds.gradients : judged_by(bounds.others);
     Row row = row_new(y.name);
+    row.bound = bound;
     if (quantities_pair(&x, &y, row.fault) && quantity_is_zero(&y))
         snprintf(row.fault, sizeof row.fault, "those of %s are all zero, so nothing was compared",
                  baseline->title);
@@ -90,6 +97,11 @@ static Row compare_quantity(const Record *run, const Record *baseline, int which
         Compared c = {d, y.count[i], differing_elements(x.values[j], y.values[i], y.count[i]),
                       difference_norm(y.values[i], y.count[i]), false};
         c.holds = tensor_holds(&d, c.differing, c.norm <= least, proof, bound);
+        // The loss and the norm of step 1: no optimizer's step has made anything of rounding yet.
+        Difference first = difference(y.name, x.values[j], y.values[i], y.count[i] > 0);
+        if ((which == LOSSES || which == GRADIENT_NORMS) && proof != PROOF_EXACT &&
+            !tensor_holds(&first, 0, false, proof, bounds.gradients))
+            c.holds = false, c.difference = first, row.bound = bounds.gradients;
         row_add(&row, &c);
         if (which == GRADIENTS && baseline->apart[i]) row_add(routers, &c);
         factor[i] = c.holds ? NAN : d.scale;
@@ -98,7 +110,7 @@ static Row compare_quantity(const Record *run, const Record *baseline, int which
     for (int i = 0; i < y.tensors; i++)  // a scale of 1 is no factor
         row.alike += fabs(factor[i] - row.worst.scale) < 1e-2 * fabs(row.worst.scale - 1);
     free(factor);
-    note_nearest(proof, row.worst.relative, bound);
+    if (bound < INFINITY) note_nearest(proof, row.worst.relative, row.bound);
     return row;
 }
 
@@ -112,11 +124,14 @@ static void print_row(const Row *row) {
     }
     const Difference *d = &row->worst;
     say("  %-18s  %9.2e  %9.2e  %13.10f  %-4s  %s", title, d->relative, d->maximum, d->scale,
-        row->holds ? "ok" : "FAIL", row->holds && d->relative == 0 ? "" : row->tensor);
+        !row->holds             ? "FAIL"
+        : row->bound < INFINITY ? "ok"
+                                : "?",
+        row->holds && d->relative == 0 ? "" : row->tensor);
 }
 
 // What a quantity that fails usually means, when those before it in the step are right.
-static const char *meaning(const Row *row, const Record *run, const Record *baseline, double bound,
+static const char *meaning(const Row *row, const Record *run, const Record *baseline, double first_bound,
                            bool first_loss) {
     static char text[400];
     const char *usually = "";
@@ -131,9 +146,8 @@ static const char *meaning(const Row *row, const Record *run, const Record *base
             "the first step's gradients are right: usually the optimizer's step, or weights that did "
             "not come back";
     else
-        usually = fabs(run->grad_norm[0] / baseline->grad_norm[0] - 1) <= bound
-                      ? "the first step's norm is right: usually the optimizer's step, or a --lr at which "
-                        "rounding grows from step to step (--steps 1 then passes)"
+        usually = fabs(run->grad_norm[0] / baseline->grad_norm[0] - 1) <= first_bound
+                      ? "the first step's norm is right: usually the optimizer's step"
                       : "the gradients are right: usually a norm that counts a shard twice, or not at all";
     int used = 0;
     text[0] = 0;
@@ -145,41 +159,46 @@ static const char *meaning(const Row *row, const Record *run, const Record *base
 }
 
 static void judge_row(const Row *row, const Record *run, const Record *baseline, ProofClass proof,
-                      double bound, bool first_loss) {
+                      double first_bound, bool first_loss) {
     const char *comma = *row->tensor ? ", " : "";
     const Difference *d = &row->worst;
     if (*row->fault) judge(false, "%s of %s: %s", row->name, run->title, row->fault);
     else if (row->holds) judge(true, " ");
     else if (proof == PROOF_EXACT)
-        judge(false, "%s of %s%s%s: %lld elements differ from %s in all (relative %.2e, scale %.6g)%s",
-              row->name, run->title, comma, row->tensor, (long long)row->differing, baseline->title,
-              d->relative, d->scale, meaning(row, run, baseline, bound, first_loss));
+        judge(false, "%s of %s%s%s: %lld element%s from %s in all (relative %.2e, scale %.6g)%s",
+              row->name, run->title, comma, row->tensor, (long long)row->differing,
+              row->differing == 1 ? " differs" : "s differ", baseline->title, d->relative,
+              d->scale, meaning(row, run, baseline, first_bound, first_loss));
     else {
-        bool by_scale = d->relative <= bound;
+        bool by_scale = d->relative <= row->bound;
         judge(false, "%s of %s%s%s: off from %s by %.2e %s (bound %.2e), scale %.6g%s", row->name, run->title,
               comma, row->tensor, baseline->title, by_scale ? fabs(d->scale - 1) : d->relative,
-              by_scale ? "in scale" : "relative", by_scale ? bound / 2 : bound, d->scale,
-              meaning(row, run, baseline, bound, first_loss));
+              by_scale ? "in scale" : "relative", by_scale ? row->bound / 2 : row->bound, d->scale,
+              meaning(row, run, baseline, first_bound, first_loss));
     }
 }
 
 // Once: every later comparison of this program has the same dtype and size. If the gradients of step 1 can be
 // judged, it is the steps that make rounding so large.
 static void note_coarse(Bound bound) {
-    const bool steps = bound.gradients < WEAKEST_BOUND;
     if (*report.coarse) return;
-    snprintf(report.coarse, sizeof report.coarse,
-             "this dtype is too coarse for %s: its own error makes a bound of %.2e, which lets a factor of "
-             "two pass; a %s or a wider --dtype can be judged",
-             steps ? "steps of this --lr" : "this size", fmax(bound.gradients, bound.others),
-             steps ? "smaller --lr" : "larger model");
+    if (bound.gradients < WEAKEST_BOUND)
+        snprintf(report.coarse, sizeof report.coarse,
+                 "at this --lr rounding errors grow from step to step, to a bound of %.2e, which lets a "
+                 "factor of two pass; a smaller --lr or fewer %s can be judged",
+                 bound.others, bound.steps ? bound.steps : "--steps");
+    else
+        snprintf(report.coarse, sizeof report.coarse,
+                 "this dtype is too coarse for this size: its own error makes a bound of %.2e, which lets a "
+                 "factor of two pass; a larger model or a wider --dtype can be judged",
+                 fmax(bound.gradients, bound.others));
     say("  %s", report.coarse);
 }
 
 // Where a baseline that follows the run would have taken other experts, no more than rounding may be why.
 static bool judge_ties(const Record *run, const Record *baseline, double bound, cJSON *json) {
     const Routing *r = &baseline->routing;
-    bool near = r->ties == 0 || r->apart <= bound;
+    bool near = r->ties == 0 || r->apart <= judged_by(bound);
     if (r->choices == 0) return true;
     report.choices += r->choices, report.ties += r->ties;
     put_number(json, "choices of experts", (double)r->choices);
@@ -203,8 +222,6 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
         snprintf(rule, sizeof rule, "within %.2e relative, gradients within %.2e", bound.others,
                  bound.gradients);
     const double most = fmax(bound.gradients, bound.others);
-    double allowed[QUANTITIES];
-    for (int i = 0; i < QUANTITIES; i++) allowed[i] = i == GRADIENTS ? bound.gradients : bound.others;
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "run", run->title);
     cJSON_AddStringToObject(json, "baseline", baseline->title);
@@ -215,7 +232,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     bool all = judge(isfinite(most), "%s: a bound of %g lets everything pass", run->title, most);
     Row row[QUANTITIES], routers = row_new("router gradients");
     for (int i = 0; i < QUANTITIES; i++) {
-        row[i] = compare_quantity(run, baseline, i, proof, allowed[i], &routers, json);
+        row[i] = compare_quantity(run, baseline, i, proof, bound, &routers, json);
         all = all && row[i].holds;
     }
     if (proof == PROOF_EXACT && !all) report.differs = true;
@@ -232,12 +249,12 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     // In the order in which a step computes them, since the first fault is the cause: the first loss, the
     // first step's gradients, their norm, the later losses, the final parameters.
     double first = baseline->steps > 0 ? run->loss[0] / baseline->loss[0] : 1;
-    bool first_loss = *row[LOSSES].fault || !(fabs(first - 1) <= bound.others);
+    bool first_loss = *row[LOSSES].fault || !(fabs(first - 1) <= bound.gradients);
     const int early[] = {LOSSES, GRADIENTS, GRADIENT_NORMS, PARAMETERS},
               late[] = {GRADIENTS, GRADIENT_NORMS, LOSSES, PARAMETERS};
     for (int i = 0; i < QUANTITIES; i++) {
         int which = first_loss ? early[i] : late[i];
-        judge_row(&row[which], run, baseline, proof, allowed[which], first_loss);
+        judge_row(&row[which], run, baseline, proof, bound.gradients, first_loss);
     }
     all = judge_ties(run, baseline, bound.others, json) && all;
     cJSON_AddBoolToObject(json, "holds", all);
@@ -263,5 +280,5 @@ Bound report_bound(const Record *baseline, const Record *reference, double usual
         }
     }
     return (Bound){worse(k * gradients, f64_bound) ? k * gradients : f64_bound,
-                   worse(k * worst, f64_bound) ? k * worst : f64_bound};
+                   worse(k * worst, f64_bound) ? k * worst : f64_bound, NULL};
 }

@@ -18,6 +18,7 @@ extern struct Report {
     bool differs;               // a comparison that should be exact is not
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
     char note[100];             // of report_note
+    char alone[80];             // what a PASS claims of one rank (report_split); "": of several
     int64_t choices, ties;      // Routing's, of all comparisons
     const char *file_name;      // --json
     bool stepped;               // report_step

@@ -29,6 +29,7 @@ run "$build/$program" $random --no-check --steps 4 --save "$work/straight" --sav
     same_checkpoint "$work/straight/step-000004" "$work/again/step-000004"
 report $? "4 steps are 2, a resumption and 2, bit for bit; one rank goes on with it, too"
 refused "add --master none" $program --rounding stochastic
+refused "bf16 proves what it does with bf16, which is off: give --dtype bf16" $program --dtype f64
 refused "--master is an option of bf16, which has nothing to do here: leave it out, or give --dtype bf16" \
     $program --dtype f32 --master none
 

@@ -92,7 +92,8 @@ passes "near ties, f32, DeepSeek in groups, a bias" load_balance --ranks 2 --dty
 
 # ---- over ranks ----
 verdict='ranks that shard the experts'
-for ranks in 1 2 4 6 8; do
+verdict='1 rank splits nothing' passes "ep 1 of 1 rank" expert_parallel --ranks 1 --ep 1 --experts 24 $one
+for ranks in 2 4 6 8; do
     passes "ep $ranks of $ranks ranks" expert_parallel --ranks $ranks --ep $ranks --experts 24 $one
 done
 passes "ep 2 of 4 ranks, SGD over 3 steps" expert_parallel
@@ -102,7 +103,7 @@ if wanted "ep 2 of 4 ranks, all in one node"; then  # in the run above
     report $? "ep 2 of 4 ranks, all in one node: so are the copies of experts that their all-reduce sums"
 fi
 passes "ep 2 of 2 ranks, documents" expert_parallel --ranks 2 --documents 32 $one
-passes "ep 1 of 2 ranks" expert_parallel --ranks 2 --ep 1 $quick
+verdict='--ep 1 splits nothing' passes "ep 1 of 2 ranks" expert_parallel --ranks 2 --ep 1 $quick
 passes "ep 3 of 6 ranks" expert_parallel --ranks 6 --ep 3 --experts 6 $quick
 passes "ep 4 of 8 ranks, one expert a rank and a token" expert_parallel --ranks 8 --ep 4 --experts 4 \
     --top-k 1 $one

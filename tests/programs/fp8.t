@@ -93,6 +93,7 @@ passes "without a proof weights in bf16 go in 8 bits" $program --no-check --laye
 refused "give --zero 3 with several ranks of dp, or --tp 2 --sp" $program $one --dtype bf16 --fp8-wire
 refused "give --zero 3 with several ranks of dp" $program $one --dtype bf16 --zero 3 --tp 2 \
     --fp8-wire
+refused "fp8 proves what it does with fp8, which is off: give --fp8" $program --fp8 none
 refused "--long 2 would fit" $program --layers 1 --ranks 1 --long 1
 refused "--long is of one device's training, which --proof-only leaves out" $program $one --long 2
 refused "--curves is of one device's training, which --proof-only leaves out" $program $one --curves \

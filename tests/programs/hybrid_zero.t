@@ -29,5 +29,5 @@ passes "2 nodes of 2, whose links are slow: as typed" hybrid_zero --ranks 4 --sh
     --steps 1 --network-efficiency 0.1
 awk "BEGIN { exit !($(across) > 5 * $fast) }"
 report $? "2 nodes of 2, whose links are slow: a step of Llama 3 8B takes longer, $(across) ms and not $fast"
-refused "--shard-ranks 4 does not divide the 6 ranks of --dp x --cp" hybrid_zero --ranks 6 --shard-ranks 4
+refused "--shard-ranks 4 does not divide the 6 ranks of --dp x --cp: --shard-ranks 1, 2, 3, 6 would fit" hybrid_zero --ranks 6 --shard-ranks 4
 finish

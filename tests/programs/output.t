@@ -56,23 +56,6 @@ report $? "zero1 takes each of the flags that it lists"
 
 # ---- a failure ----
 
-# At this learning rate, N ranks, which sum in another order, end far from one device.
-red=(--ranks 2 --layers 1 --steps 8 --lr 1000 --clip 0 --optimizer sgd)
-if wanted "a FAIL leaves"; then
-    run "$naive" "${red[@]}" --trace "$work/t.json" --json "$work/j.json" --timeline \
-        --timeline-svg "$work/t.svg"
-    [ $status = 1 ] && tail -n 1 "$out" | grep -q '^FAIL ddp_naive: ' &&
-        grep -q '^all ranks .* ms$' "$out" &&
-        is_json "$work/t.json" "$work/j.json" && grep -q '"rank 1, model clock' "$work/t.json" &&
-        [ "$(tail -n 1 "$work/t.svg")" = '</svg>' ]
-    report $? "a FAIL leaves trace, JSON and picture whole, and stays the last line"
-fi
-if wanted "a FAIL behind"; then
-    run "$naive" "${red[@]}" --trace /dev/stdout
-    [ $status = 1 ] && grep -qx ']}' "$out" && tail -n 1 "$out" | grep -q '^FAIL ddp_naive: '
-    report $? "a FAIL behind its trace: that is written before the verdict"
-fi
-
 # fails NAME WORDS PROGRAM FLAGS…: in a copy of the tree with the bug NAME of tests/mutants, the program
 # fails, and its last line has the words.
 fails() {

@@ -38,6 +38,19 @@ sed 's/(price, 1, /(price, 2, /' "$work/sum_once.c" >"$work/dear.c"
 compiles dear && ! proves dear --ranks 2 &&
     grep -q '^FAIL dear: all_reduce: calls of rank 0: predicted 30, measured 18,' "$out"
 report $? "at twice the price, too"
+if wanted "a FAIL leaves"; then
+    ! proves dear --ranks 2 --trace "$work/t.json" --json "$work/j.json" --timeline \
+        --timeline-svg "$work/t.svg" && tail -n 1 "$out" | grep -q '^FAIL dear: ' &&
+        grep -q '^all ranks .* ms$' "$out" &&
+        is_json "$work/t.json" "$work/j.json" && grep -q '"rank 1, model clock' "$work/t.json" &&
+        [ "$(tail -n 1 "$work/t.svg")" = '</svg>' ]
+    report $? "a FAIL leaves trace, JSON and picture whole, and stays the last line"
+fi
+if wanted "a FAIL behind"; then
+    ! proves dear --ranks 2 --trace /dev/stdout &&
+        grep -qx ']}' "$out" && tail -n 1 "$out" | grep -q '^FAIL dear: '
+    report $? "a FAIL behind its trace: that is written before the verdict"
+fi
 again='comm_wait(comm_broadcast(unit_total_grad(unit), 0, unit->replicas));'
 sed "s/REDUCE_SUM, unit->replicas));/& $again/" "$work/sum_once.c" >"$work/sends.c"
 compiles sends && ! proves sends --ranks 2 &&

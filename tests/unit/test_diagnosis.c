@@ -18,9 +18,9 @@
 static int four_ranks_of_dp_and_three_micro_batches(void **context) {
     (void)context;
     diagnosis_forget();
-    diagnosis_size(SIZE_RANKS, "the 4 ranks of dp", 4);
-    diagnosis_size(SIZE_RANKS, "the 1 ranks of tp", 1);
-    diagnosis_size(SIZE_MICRO_BATCHES, "the 3 micro-batches", 3);
+    diagnosis_ranks("dp", 4);
+    diagnosis_ranks("tp", 1);
+    diagnosis_micro_batches(3);
     return 0;
 }
 
@@ -56,7 +56,7 @@ static void a_gradient_that_is_off_by_a_factor_is_told_which(void **context) {
 
 static void sizes_that_are_equal_are_both_named(void **context) {
     (void)context;
-    diagnosis_size(SIZE_MICRO_BATCHES, "the 4 micro-batches", 4);
+    diagnosis_micro_batches(4);
     const char *text = diagnose_gradient(0.25, 0.75);
     assert_says(text, "usually averaged twice over the 4 ranks of dp, or scaled twice by 1 / the 4", 0.25);
 }
@@ -64,7 +64,7 @@ static void sizes_that_are_equal_are_both_named(void **context) {
 static void a_factor_of_two_on_two_ranks_may_also_be_an_addition_too_many(void **context) {
     (void)context;
     diagnosis_forget();
-    diagnosis_size(SIZE_RANKS, "the 2 ranks of dp", 2);
+    diagnosis_ranks("dp", 2);
     assert_says(diagnose_gradient(2, 1), "summed twice over the 2 ranks of dp", 2);
     assert_says(diagnose_gradient(2, 1), ", or added twice", 2);
     assert_says(diagnose_gradient(-1, 2), "usually a sign", -1);
@@ -187,6 +187,7 @@ static void parameters_alone_blame_the_optimizer(void **context) {
     run.param[1][3] *= 1.5;
     report_compare(&run, &baseline, PROOF_EXACT, bound_of(0));
     assert_says(last_line(STATUS_FAIL), "gradients are right: usually the optimizer's step", 1.5);
+    assert_says(printed, "tensor.1: 1 element differs from one device in all", 1.5);
     record_free(&run);
     record_free(&baseline);
 }
