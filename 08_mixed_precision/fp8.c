@@ -192,6 +192,7 @@ static void price(Price *price, const Model *m, const void *context) {
     if (!f) return;
     fp8_linear_price(price, m, f->linear);
     price->more[MEMORY_PARAMETER] += state_bytes(m, f);
+    price->peak_counted = true;  // casts, and 8-bit gradients in the format in which they are added to
     price->peak_by_data |= m->config.experts > 0;  // an expert's codes are as many as its rows
 }
 

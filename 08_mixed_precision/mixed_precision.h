@@ -78,6 +78,8 @@ void fp8_convergence(Mesh mesh, const Config *config);
 // Deviation of x (rows, columns) from sums of a row's and a column's value, with (rows - 1) (columns - 1)
 // degrees of freedom.
 double fp8_chance(const double *x, int rows, int columns);
+// Whether a recipe whose mean is off by this share, known with this standard error, is more than 1% off.
+bool fp8_is_off(double off, double error);
 
 // ---- recipe_runs.c: runs on one device, for the tables of this chapter ----
 

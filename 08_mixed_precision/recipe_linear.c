@@ -266,7 +266,7 @@ static void backward_weight(void *context, Model *m, int count, Param *const *we
 
 // ---- between steps ----
 
-// Scales of the next step, from the largest amax of the history; 1 if there is none or it is not finite.
+// Scales of the next step, from the largest amax of the history; 1 as long as there is none.
 static void set_scales(Fp8Linear *f) {
     double *scale = host_alloc((size_t)f->slots * sizeof *scale);
     for (int slot = 0; slot < f->slots; slot++) {
@@ -285,7 +285,8 @@ static void set_scales(Fp8Linear *f) {
 }
 
 // The step's largest amax of all ranks goes into the history, over tensors' parts, replicas and stages
-// alike. One that is not finite is left out: it would determine the scale of many steps.
+// alike. One that is not finite would determine the scale of many steps, and an expert that no token takes
+// has none: then the last one is repeated, so that its scale stays (as Transformer Engine's does).
 static void end_history_step(Fp8Linear *f, const Model *m) {
     double *newest = host_alloc((size_t)f->slots * sizeof *newest);
     comm_wait(comm_all_reduce(f->amax, REDUCE_MAX, m->mesh.world));
@@ -293,7 +294,7 @@ static void end_history_step(Fp8Linear *f, const Model *m) {
     memmove(f->history + f->slots, f->history,
             (size_t)(f->slots * (f->recipe->history - 1)) * sizeof *f->history);
     for (int slot = 0; slot < f->slots; slot++)
-        f->history[noted_at(f, slot)] = isfinite(newest[slot]) ? newest[slot] : 0;
+        if (newest[slot] > 0 && isfinite(newest[slot])) f->history[noted_at(f, slot)] = newest[slot];
     free(newest);
     op_fill(f->amax, 0);
     set_scales(f);

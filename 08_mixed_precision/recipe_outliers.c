@@ -105,8 +105,8 @@ void fp8_outliers(Group ranks) {
         last[i] = last_loss(corpus, shown[i / 2], i % 2 ? 20 : 0);
     free(corpus);
     comm_sum_all(last, 2 * SHOWN, ranks);
-    say("\n%d steps with one channel of each norm's output multiplied by 1 or 2^20, its weights divided by "
-        "it:\n",
+    say("\n%d steps with one channel of each block norm's output multiplied by 1 or 2^20, its weights "
+        "divided by it:\n",
         STEPS);
     say("  %-12s %12s %12s", "last losses", "1", "2^20");
     double costs[2] = {0, 0};  // of scales of a tensor, and of a tile: the mean of two recipes each

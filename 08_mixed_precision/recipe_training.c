@@ -38,27 +38,36 @@ static void show_casts(void) {
     trainer_free(t);
 }
 
-enum { MOST = 8 };  // recipes and bf16
+// To tell what bf16 masters cost nanotron's recipe.
+static void masters_in_f32(Recipe *recipe, const Config *c) {
+    (void)c;
+    recipe->master = F32;
+}
+static const Technique f32_masters = {.name = "f32 masters", .recipe = masters_in_f32};
+static const Technique *const with_f32_masters[] = {&fp8_recipe, &f32_masters, NULL};
+
+enum { MOST = 8 };  // recipes, bf16, and one recipe with other masters
 
 // The losses that each recipe reaches, beside bf16's. The ranks share the runs.
 static void show_losses(Group ranks) {
+    const int wide = fp8_recipe_count + 1;  // the last row: nanotron with f32 masters
     double last[MOST] = {0}, bf16;
-    for (int i = ranks.rank; i <= fp8_recipe_count; i += ranks.size) {
-        Config c = fp8_small(i, "steps=160 lr=0.003");
-        last[i] = run_of(&c, fp8_one_device).last;
+    for (int i = ranks.rank; i <= wide; i += ranks.size) {
+        Config c = fp8_small(i == wide ? NANOTRON : i, "steps=160 lr=0.003");
+        last[i] = run_of(&c, i == wide ? with_f32_masters : fp8_one_device).last;
     }
     comm_sum_all(last, MOST, ranks);
     bf16 = last[0];
     say("\n160 steps of a small model, --lr 0.003 that falls to its tenth:\n");
-    say("  %-12s %12s %12s", "", "last losses", "of bf16's");
+    say("  %-22s %12s %12s", "", "last losses", "of bf16's");
     double highest = bf16;  // of those that train
     for (int i = 1; i <= fp8_recipe_count; i++)
         if (fp8_recipes[i - 1].trains) highest = fmax(highest, last[i]);
-    for (int i = 0; i <= fp8_recipe_count; i++) {
-        const char *name = i ? fp8_recipes[i - 1].name : "bf16";
-        say("  %-12s %12.4f %+11.2f%%", name, last[i], 100 * (last[i] / bf16 - 1));
+    for (int i = 0; i <= wide; i++) {
+        const char *name = i == wide ? "nanotron, f32 masters" : i ? fp8_recipes[i - 1].name : "bf16";
+        say("  %-22s %12.4f %+11.2f%%", name, last[i], 100 * (last[i] / bf16 - 1));
         report_number("last losses", name, last[i], "nats");
-        if (i == 0 || fp8_recipes[i - 1].trains)
+        if (i == 0 || i == wide || fp8_recipes[i - 1].trains)
             report_that(fabs(last[i] / bf16 - 1) < 0.015, "%s: its loss is not within 1.5%% of bf16's",
                         name);
         else  // by how much depends on the text

@@ -83,6 +83,11 @@ sent 'PASS|UNPROVEN' 1 0.25 "weights of ZeRO-3 on 4 ranks" --ranks 4 --zero 3
 sent 'PASS|UNPROVEN' 1 0.25 "weights of a pipeline" --ranks 4 --pp 2 --zero 3
 sent 'PASS|UNPROVEN' 1 0 "weights and rows" --ranks 4 --tp 2 --sp --zero 3
 sent 'PASS|UNPROVEN' 1 0 "hybrid ZeRO" --ranks 4 --zero hybrid --shard-ranks 2
+for recipe in te-current nanotron; do  # where casts, and where an 8-bit gradient is widened at the head
+    [ $recipe = nanotron ] && wide=96 || wide=1024
+    passes "the peak of one device's activations: $recipe" $program --no-check --ranks 1 --layers 1 --ffn $wide \
+        --fp8 $recipe --dtype bf16 --optimizer adamw --lr 0.003 --steps 1 --sample 0 --eval-every 0
+done
 passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 --optimizer adamw \
     --lr 0.001 \
     --proof-only

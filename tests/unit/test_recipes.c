@@ -415,6 +415,33 @@ static void chance_is_what_rows_and_columns_leave(void **state) {
     assert_true(fabs(fp8_chance(x, 3, 3) - 0.2) < 1e-12);
 }
 
+// Tables of two runs of bf16 and five recipes, with two seeds each. Of recipes that are as good as bf16, few
+// tables may refuse one; a recipe that is far off is to be found in most.
+static void a_sound_recipe_is_rarely_refused(void **state) {
+    (void)state;
+    enum { TABLES = 2000, BASE = 2, ROWS = 7, SEEDS = 2 };
+    static const double deviation = 0.02, far = 0.15;
+    int refused = 0, found = 0;
+    for (int table = 0; table < TABLES; table++) {
+        double x[ROWS * SEEDS], base = 0;
+        bool any = false;
+        for (int i = 0; i < ROWS * SEEDS; i++) {
+            x[i] = deviation * rng_normal((uint64_t)table, RNG_TEST, (uint64_t)i);
+            if (i < BASE * SEEDS) base += x[i] / (BASE * SEEDS);
+        }
+        double error = fp8_chance(x, ROWS, SEEDS) * sqrt((1 + 1.0 / BASE) / SEEDS);
+        for (int row = BASE; row < ROWS; row++) {
+            double off = (x[row * SEEDS] + x[row * SEEDS + 1]) / SEEDS - base;
+            any = any || fp8_is_off(off, error);
+            found += row == BASE && fp8_is_off(off + far, error);
+        }
+        refused += any;
+    }
+    if (!(refused < TABLES / 20)) fail_msg("%d of %d tables refuse a sound recipe", refused, TABLES);
+    if (!(found > TABLES * 19 / 20)) fail_msg("a recipe 15%% off is found in %d of %d", found, TABLES);
+    assert_true(fp8_is_off(NAN, 0.1) && fp8_is_off(0.0101, 0) && !fp8_is_off(-0.0099, 0));
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cmocka_set_message_output(CM_OUTPUT_TAP);
@@ -430,6 +457,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_part_is_rounded_as_in_the_whole_weight),
         cmocka_unit_test(a_delayed_scale_saturates_and_a_current_one_does_not),
         cmocka_unit_test(chance_is_what_rows_and_columns_leave),
+        cmocka_unit_test(a_sound_recipe_is_rarely_refused),
     };
     return cmocka_run_group_tests_name("recipes", tests, NULL, NULL);
 }
