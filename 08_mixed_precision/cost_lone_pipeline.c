@@ -184,7 +184,8 @@ static Step step_of(const Config *c, double message_bytes) {
 
 // Each figure is a straight line in the layers of a stage, and in the micro-batches (interleaved: in rows of
 // p of them) once there are twice as many as stages. Before that the slowest stage need not be the one for
-// which all wait, and not all W that zero bubble delays have come.
+// which all wait, and not all W that zero bubble delays have come. Only AFAB holds more of further
+// micro-batches: others hold in two rows and one more what they hold in any number.
 static Step extrapolated(const Config *config, double message_bytes) {
     int chunks =
         config_number(config, "schedule") == INTERLEAVED ? (int)config_number(config, "chunks") : 1;
@@ -202,11 +203,13 @@ static Step extrapolated(const Config *config, double message_bytes) {
             at[i][j] = step_of(&c, message_bytes);
         }
     const Step *few = at[0], *deep = at[deeper > 0];
+    bool more = config_number(config, "schedule") == AFAB;
     Step step;
     for (size_t k = 0; k < sizeof step.figure / sizeof *step.figure; k++) {
         const double corner[2][2] = {{few[0].figure[k], few[rows > 0].figure[k]},
                                      {deep[0].figure[k], deep[rows > 0].figure[k]}};
-        step.figure[k] = lone_continued(corner, (double)deeper, (double)rows);
+        bool held = k >= offsetof(Figures, held) / sizeof(double);
+        step.figure[k] = lone_continued(corner, (double)deeper, held && !more ? rows > 0 : (double)rows);
     }
     return step;
 }
