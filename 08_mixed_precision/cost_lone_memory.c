@@ -72,15 +72,16 @@ typedef struct Stage {
     bool adds;     // keeps the sums of all its units over a step's micro-batches: a pipeline's ZeRO-3
     bool w_waits;  // behind its B
     double layers, chunks, ranks, micro_batches;
+    int shards;
     HeldFormula held;
     double whole, own;                  // elements, and those of the largest shards
     double whole_experts, own_experts;  // of these in experts
 } Stage;
 
 static Stage stage_of(const Config *c, const LoneParts *p, bool first, bool last) {
-    int rank = first ? 0 : (int)c->pp - 1, shards = lone_replicas(c, false).ranks;
+    int rank = first ? 0 : (int)c->pp - 1;
     Stage s = {.p = p, .zero = (int)config_number(c, "zero"), .first = first, .last = last};
-    s.tied = c->tied, s.staged = c->pp > 1;
+    s.tied = c->tied, s.staged = c->pp > 1, s.shards = lone_replicas(c, false).ranks;
     s.adds = s.staged && s.zero == 3 && c->grad_acc > 1;
     s.w_waits = s.staged && config_number(c, "schedule") == ZB_H1;
     s.layers = lone_layers(c, rank), s.chunks = lone_chunks(c);
@@ -93,7 +94,7 @@ static Stage stage_of(const Config *c, const LoneParts *p, bool first, bool last
     const double units[] = {first || (last && c->tied) ? 1 : 0, s.layers, last ? 1 : 0};
     for (int i = 0; i < 3; i++) {
         s.whole += units[i] * p->count[i];
-        s.own += units[i] * shard_of(p->count[i], shards);
+        s.own += units[i] * shard_of(p->count[i], s.shards);
     }
     return s;
 }
@@ -136,14 +137,15 @@ static double head_moments(const Stage *s, const Begin *b) {
     double most = at(s, kept + p->most[HEAD].f, H + E, b->before, 0);
     most = fmax(most, at(s, kept + p->most[HEAD].b, H + E + B, b->before, 0));
     most = fmax(most, at(s, kept + p->most[HEAD].w, B, b->before, H + E));
-    return fmax(most, widened(s, b->kept + p->message, B, H, H + E));
+    most = fmax(most, widened(s, b->kept + p->message, B, H, H + E));
+    return s->first ? most : fmax(most, widened(s, b->kept + p->message, B, E, E));
 }
 
 // Of the block with which backward has come to so many bytes of activations. Tied, the embedding's gradient
-// exists from the head on. A head whose W waits keeps its logits.
+// exists from the head on, until its lookup has added to it. A head whose W waits keeps its logits.
 static double block_moments(const Stage *s, const Begin *b, double kept, double sums) {
     const LoneParts *p = s->p;
-    double B = p->count[BLOCK], X = p->experts, E = s->tied && s->last ? p->count[EMBEDDING] : 0;
+    double B = p->count[BLOCK], X = p->experts, E = s->tied && s->first && s->last ? p->count[EMBEDDING] : 0;
     double next = fmax(B, s->last ? p->count[HEAD] : 0), after = kept - p->block + p->message;
     if (s->w_waits && s->last) kept += p->head;
     kept -= p->tokens + p->always + p->block;
@@ -173,11 +175,15 @@ static Begin begin_of(const Stage *s, double chunks) {
     Begin b = {.kept = kept_of(s, held) - (s->last ? p->head : 0)};
     // In B, one micro-batch more comes to wait, block by block.
     if (s->w_waits) b.kept += (s->layers - 1) * p->waiting;
-    double B = p->count[BLOCK], H = s->last ? p->count[HEAD] : 0, E = s->first ? p->count[EMBEDDING] : 0;
+    double B = p->count[BLOCK], H = s->last ? p->count[HEAD] : 0, E = s->first ? p->count[EMBEDDING] : 0,
+           copy = s->tied && s->last && !s->first ? p->count[EMBEDDING] : 0;  // reduced behind the head
     if (!s->adds) {
         b.before = chunks == 0 ? 0 : s->first ? E : B;
-        b.at_last = s->last ? H : b.before, b.at_later = B;
-    } else if (chunks == 0) {
+        b.at_last = copy > 0 ? copy : s->last ? H : b.before, b.at_later = B;
+        return b;
+    }
+    H += copy;
+    if (chunks == 0) {
         b.at_last = H, b.at_later = H + (s->layers / s->chunks - 1) * (B + p->experts);
     } else {
         double summed = s->micro_batches > s->ranks ? chunks / s->chunks : 1 / s->chunks;
@@ -202,9 +208,11 @@ LoneMemory lone_stage_memory(const Config *c, const LoneParts *p, bool first, bo
         Begin b = begin_of(&s, chunks);
         most = fmax(most, most_of(&s, &b) + messages * p->message);
     }
-    // Ranks of tp that have copies of experts sum their gradients in one buffer, when backward has freed all.
-    double copies = c->tp > 1 && c->ep == 1 ? 4 * (s.zero ? s.own_experts : s.whole_experts) : 0;
-    most = fmax(most, copies - (s.zero == 3 && s.staged ? 2 * s.whole : 0));
+    // When backward has freed all, gradients of copies are summed in one buffer: of experts that ranks of tp
+    // have, and of the embedding to which the last stage's head is tied.
+    double experts = c->tp > 1 && c->ep == 1 ? s.zero ? s.own_experts : s.whole_experts : 0, tied = 0;
+    if (s.tied && s.staged) tied = s.zero ? shard_of(p->count[EMBEDDING], s.shards) : p->count[EMBEDDING];
+    most = fmax(most, 4 * fmax(experts, tied) - (s.zero == 3 && s.staged ? 2 * s.whole : 0));
     m.peak = m.weights + m.gradients + m.optimizer + most;
     return m;
 }
