@@ -225,6 +225,9 @@ LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
     }
     LoneStep step = lone_pipeline(c, p->message);
     *memory = step.memory;
+    // AFAB holds more of each further micro-batch, but with few of them another moment may be the fullest.
+    if (config_number(c, "schedule") == AFAB && c->grad_acc > 2 * c->pp)
+        memory->peak = fmax(memory->peak, lone_memory(c, p).peak);
     time.step = step.seconds;
     time.bubble = fmin(step.walked - time.computed, time.bubble);  // the rest is exposed communication
     time.exposed_dp = fmax(step.seconds - time.computed - time.bubble - time.optimizer, 0);
