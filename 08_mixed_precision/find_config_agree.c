@@ -70,6 +70,7 @@ static const Row rows[] = {
     {4, 1, 2, 1, 0, ONE_F_ONE_B, 1, 2, 1, 3, 1},
     {4, 1, 2, 1, 3, ONE_F_ONE_B, 1, 2, 1, 3, 1},
     {1, 2, 2, 2, 1, AFAB, 1, 0, 1, 32, 1},
+    {1, 2, 1, 4, 2, INTERLEAVED, 2, 2, 2, 28, 1},
     // sums of a stage that are first whole when a row of micro-batches has passed all chunks
     {2, 1, 2, 2, 3, INTERLEAVED, 2, 0, 1, 32, 0},
     {2, 1, 2, 2, 3, INTERLEAVED, 4, 0, 1, 2, 0},
