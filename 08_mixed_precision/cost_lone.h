@@ -6,6 +6,11 @@
 #include "00_single_gpu/harness.h"
 #include "05_pipeline_parallel/schedule.h"
 
+// At the peaks of activations, in each pass.
+typedef struct LonePeaks {
+    double f, b, w;
+} LonePeaks;
+
 // A layout is a Config as train_5d has it: degrees, micro_batch, grad_acc, recompute, and the settings sp,
 // vocab-parallel, zero, context, schedule and chunks.
 
@@ -16,19 +21,21 @@ typedef struct LoneParts {
     double count[3], experts;                  // elements of a unit; of a block's experts here
     double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
     double expert_rows, message;               // of `block`, at its experts; (n, h) between stages
-    double most[3];                            // at the peaks of activations: embedding, block, head
+    LonePeaks most[3];                         // embedding, block, head
     double waiting;                            // bytes that a block keeps beyond those while its W waits
     double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
 LoneParts lone_parts(const Config *config);
 // Seconds of a step that a rank with the most blocks spends on recomputation, its collectives included.
 double lone_recomputes(const Config *config, const LoneParts *parts);
-// Bytes of activations beyond what a stage keeps, at its peak: in a block or, on the last stage, in the head.
-double lone_beyond(const LoneParts *parts, bool last);
+// ---- what a rank holds: cost_lone_memory.c ----
+
+double lone_layers(const Config *config, int rank);  // of pp
+double lone_chunks(const Config *config);  // stages of a rank
 
 // Bytes of the fullest rank.
 typedef struct LoneMemory {
-    double weights, gradients, optimizer;  // at their peaks
+    double weights, gradients, optimizer;  // clocked: at their peaks; by closed forms: but for units at work
     double kept;                           // activations at the end of an F, at most
     double peak;                           // of all
 } LoneMemory;

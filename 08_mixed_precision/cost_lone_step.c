@@ -191,38 +191,43 @@ static double continued(const Corners *k, double layers, double micro_batches) {
 // One stage. Few layers are counted as they are. A step is a straight line in its layers once the head's
 // gradients have been reduced by the end of backward; as long as one more layer hides more of them, more
 // layers are counted.
-static double one_stage(const Config *c, int64_t layers, LoneMemory *memory) {
+static double one_stage(const Config *c, int64_t layers) {
     Corners step = {.layers = layers, .micro_batches = c->grad_acc > 3 ? 2 : c->grad_acc};
-    Corners peak = step, weights = step, gradients = step, optimizer = step, kept = step;
     double exposed[2] = {0};
     for (int i = 0; i < 2; i++)
         for (int j = 0; j < 2; j++) {
             StepCost cost = dry_step(c, step.layers + i, step.micro_batches + j, c->tied);
             step.at[i][j] = cost.step_seconds;
             exposed[i] += cost.comm.exposed_seconds;
-            peak.at[i][j] = (double)cost.memory.peak_total;
-            weights.at[i][j] = (double)cost.memory.peak[MEMORY_PARAMETER];
-            gradients.at[i][j] = (double)cost.memory.peak[MEMORY_GRADIENT];
-            optimizer.at[i][j] = (double)cost.memory.peak[MEMORY_OPTIMIZER];
-            kept.at[i][j] = (double)cost.counted.kept_bytes;
         }
     if (layers < c->layers && exposed[1] < (1 - 1e-6) * exposed[0])
-        return one_stage(c, 2 * layers < c->layers ? 2 * layers : c->layers, memory);
-    double L = (double)c->layers, m = (double)c->grad_acc;
-    *memory = (LoneMemory){continued(&weights, L, m), continued(&gradients, L, m),
-                           continued(&optimizer, L, m), continued(&kept, L, m), continued(&peak, L, m)};
-    return continued(&step, L, m);
+        return one_stage(c, 2 * layers < c->layers ? 2 * layers : c->layers);
+    return continued(&step, (double)c->layers, (double)c->grad_acc);
+}
+
+// A peak is no straight line in layers: the more there are, the later may be the moment that is fullest. But
+// a rank holds no more of further micro-batches.
+static LoneMemory one_stage_memory(const Config *c) {
+    StepCost cost = dry_step(c, c->layers, c->grad_acc > 2 ? 2 : c->grad_acc, c->tied);
+    const int64_t *peak = cost.memory.peak;
+    return (LoneMemory){(double)peak[MEMORY_PARAMETER], (double)peak[MEMORY_GRADIENT],
+                        (double)peak[MEMORY_OPTIMIZER], (double)cost.counted.kept_bytes,
+                        (double)cost.memory.peak_total};
 }
 
 LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
     LoneTime time = lone_time(c, p);
     if (c->pp == 1) {
-        time.step = one_stage(c, c->layers > 6 ? 5 : c->layers, memory);
+        time.step = one_stage(c, c->layers > 6 ? 5 : c->layers);
+        *memory = one_stage_memory(c);
         time.exposed_dp = fmax(time.step - time.computed - time.optimizer, 0);
         return time;
     }
     LoneStep step = lone_pipeline(c, p->message);
     *memory = step.memory;
+    // AFAB holds more of each further micro-batch, but with few of them another moment may be the fullest.
+    if (config_number(c, "schedule") == AFAB && c->grad_acc > 2 * c->pp)
+        memory->peak = fmax(memory->peak, lone_memory(c, p).peak);
     time.step = step.seconds;
     time.bubble = fmin(step.walked - time.computed, time.bubble);  // the rest is exposed communication
     time.exposed_dp = fmax(step.seconds - time.computed - time.bubble - time.optimizer, 0);

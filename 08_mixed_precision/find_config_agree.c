@@ -4,9 +4,8 @@
 // The dry run has a process for each rank, and clock times that travel with the messages; the search has one
 // process that stands for all. States and kept activations of the fullest rank must be equal to the byte,
 // its peak within 0.5%, the step within 1%. The closed forms, which choose what is clocked, are no more than
-// 6% too long, so that the search misses none of the best, and not much too short; their peak is at most 10%
-// too low and 3% too high, or 25% with ZeRO-3, whose buffers are not all full at once. Recomputation's share
-// of the time is about its share of FLOPs. This file has no main: find_config.c shows it.
+// 6% too long, so that the search misses none of the best, and not much too short; their peak is within 2%.
+// Recomputation's share of the time is about its share of FLOPs. This file has no main: find_config.c shows it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -65,6 +64,16 @@ static const Row rows[] = {
     {1, 2, 2, 2, 2, INTERLEAVED, 2, 2, 1, 6, 1},
     {2, 1, 1, 4, 2, ONE_F_ONE_B, 1, 2, 1, 8, 2},
     {4, 1, 1, 2, 3, INTERLEAVED, 2, 0, 1, 2, 1},
+    // a step ends with a buffer for the gradients of experts that ranks of tp have copies of
+    {4, 1, 2, 1, 1, ONE_F_ONE_B, 1, 0, 1, 3, 1},
+    {2, 2, 2, 1, 2, ONE_F_ONE_B, 1, 2, 1, 2, 1},
+    {4, 1, 2, 1, 0, ONE_F_ONE_B, 1, 2, 1, 3, 1},
+    {4, 1, 2, 1, 3, ONE_F_ONE_B, 1, 2, 1, 3, 1},
+    {1, 2, 2, 2, 1, AFAB, 1, 0, 1, 32, 1},
+    {1, 2, 1, 4, 2, INTERLEAVED, 2, 2, 2, 28, 1},
+    // sums of a stage that are first whole when a row of micro-batches has passed all chunks
+    {2, 1, 2, 2, 3, INTERLEAVED, 2, 0, 1, 32, 0},
+    {2, 1, 2, 2, 3, INTERLEAVED, 4, 0, 1, 2, 0},
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 // A wide head's gradients are still in flight when backward has passed several blocks, and its logits make
@@ -124,8 +133,7 @@ static void beside(const Row *r, Priced priced, const StepCost *run, LoneMemory 
     say("  %3d %3d %3d %3d %2d %4d %4ld %4ld %9.2f ms %+6.1f%% %+6.1f%% %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B",
         r->dp, r->cp, r->tp, r->pp, r->ep, r->zero, r->micro_batch, r->micro_batches,
         1e3 * run->step_seconds, 100 * closed_step, 100 * closed_peak, 100 * step, 100 * peak, kept, states);
-    const double too_high = r->zero == 3 ? 0.25 : 0.03;
-    report_that(closed_step <= 0.06 && closed_step >= -0.3 && closed_peak <= too_high && closed_peak >= -0.1,
+    report_that(closed_step <= 0.06 && closed_step >= -0.3 && fabs(closed_peak) <= 0.02,
                 "closed forms: step %+.1f%%, peak %+.1f%% off the dry run", 100 * closed_step,
                 100 * closed_peak);
     report_that(
