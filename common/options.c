@@ -103,6 +103,17 @@ static int choice_index(const Option *option, const char *value) {
     fatal("--%s %s is not one of %s", option->name, value, option->detail);
 }
 
+static const char *value_hint(const Option *option) {
+    switch (option->type) {
+        case OPTION_INT:
+            return "a whole number";
+        case OPTION_REAL:
+            return "a number";
+        default:
+            return option->detail;
+    }
+}
+
 // The whole text must be the number: no blanks before it, no letters after it.
 static void set_value(Option *option, const char *value) {
     char *end = NULL;
@@ -127,8 +138,7 @@ static void set_value(Option *option, const char *value) {
         }
         case OPTION_TEXT:
         case OPTION_OUTPUT:
-            CHECK(*value, "--%s has an empty value; one like this would fit: --%s %s", option->name,
-                  option->name, option->detail);
+            CHECK(*value, "--%s needs a value: %s", option->name, value_hint(option));
             *(const char **)option->target = value;
             break;
         case OPTION_CHOICE:
@@ -150,17 +160,6 @@ static const char *value_name(const Option *option) {
             return "X";
         case OPTION_FLAG:
             return "";
-        default:
-            return option->detail;
-    }
-}
-
-static const char *value_hint(const Option *option) {
-    switch (option->type) {
-        case OPTION_INT:
-            return "a whole number";
-        case OPTION_REAL:
-            return "a number";
         default:
             return option->detail;
     }

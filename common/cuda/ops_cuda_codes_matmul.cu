@@ -1,7 +1,7 @@
 // ops_cuda_codes_matmul.cu: the product of 8-bit codes on a GPU. If each matrix has a single scale, cuBLASLt
-// multiplies the codes; if there is a scale for each 128 of k, chapter 07's kernel for Hopper does. Everything
-// that these two do not support goes to the plain kernel, with a thread for each element of the product and
-// the partial sums that ops.h promises: it is the reference, and is not fast.
+// multiplies the codes; if there is a scale for each 128 of k, chapter 07's kernel for Hopper does.
+// Everything that these two do not support goes to the plain kernel, with a thread for each element of the
+// product and the partial sums that ops.h promises: it is the reference, and is not fast.
 #include <math.h>
 
 #include "gemm.h"

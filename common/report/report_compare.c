@@ -185,7 +185,7 @@ static void note_coarse(Bound bound) {
     if (bound.gradients < WEAKEST_BOUND)
         snprintf(report.coarse, sizeof report.coarse,
                  "at this --lr rounding errors grow from step to step, to a bound of %.2e, which lets a "
-                 "factor of two pass; a smaller --lr or fewer %s can be judged",
+                 "factor of two pass; a smaller --lr or fewer steps (%s) can be judged",
                  bound.others, bound.steps ? bound.steps : "--steps");
     else
         snprintf(report.coarse, sizeof report.coarse,

@@ -287,7 +287,7 @@ refused "--stage-layers 3,3,3,1 add up to 10, and --layers is 9" one_f_one_b --s
 huge=9223372036854775807  # twice this is -2 in 64 bits
 refused "stage 1 of 4 would have $huge layers, and the model has 9" one_f_one_b \
     --stage-layers 5,$huge,$huge,6
-refused "--stage-layers has an empty value; one like this would fit: --stage-layers 5,4,4,3" one_f_one_b \
+refused "--stage-layers needs a value: 5,4,4,3" one_f_one_b \
     --stage-layers ''
 refused "--stage-layers 3,3,3: each of 4 stages needs its number of layers" one_f_one_b --stage-layers 3,3,3
 refused "--stage-layers 3,3,x,3: each of 4 stages needs its number of layers" one_f_one_b \

@@ -19,7 +19,7 @@ passes "bf16: 20 steps beside one device, within its error over as many" train_5
     --ranks 2 --layers 2 --pp 1 --tp 2 --dtype bf16
 if wanted "too many steps for their --lr"; then
     run "$build/train_5d" --ranks 2 --layers 1 --pp 1 --tp 1 --steps 1 --lr 300 --shown 60
-    [ $status = 3 ] && grep -q '^UNPROVEN train_5d: at this --lr .* or fewer --shown can be judged$' "$out"
+    [ $status = 3 ] && grep -q '^UNPROVEN train_5d: at this --lr .* or fewer steps (--shown) can be judged$' "$out"
     report $? "too many steps for their --lr: no failure, and the flag that helps is named"
 fi
 for shown in 1 3; do

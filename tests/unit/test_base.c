@@ -182,7 +182,7 @@ static void wrong_use_is_one_sentence_that_names_the_flag(void **state) {
         {"--kind gree", "--kind gree is not one of red|blue|light-blue"},
         {"--kind light", "--kind light is not one of"},
         {"--kind red|blue", "--kind red|blue is not one of"},
-        {"--file=", "--file has an empty value; one like this would fit: --file FILE"},
+        {"--file=", "--file needs a value: FILE"},
         {"--file", "--file needs a value: FILE"},
         {"--count", "--count needs a value: a whole number"},
         {"--count --fast", "--count needs a value: a whole number"},

@@ -235,7 +235,7 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
         {"--steps 1000000000000 --grad-acc 100000", "are more than 2^53 samples"},
         {"--model llama-9", "--model llama-9 is not known; there are default, "},
         {"--model", "--model needs a value: NAME"},
-        {"--model=", "--model needs a NAME"},
+        {"--model=", "--model needs a value: NAME"},
         {"--model llama-3-8b --model default", "--model is given twice"},
         {"--model llama-3-8b --heads 5", "--hidden 4096 is not divisible by --heads 5"},
         {"--vocab 1", "the loss and all gradients are 0; --vocab 256 holds any text"},

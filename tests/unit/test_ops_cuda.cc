@@ -371,7 +371,7 @@ static void codes_match(void **state) {
         // a b^T, of which b are some rows of a; no NaN in it
         const int64_t segment = tile.columns ? tile.columns : how < 6 ? COLUMNS : 32;
         for (uint8_t &code : codes) code = code == 0x7f || code == 0x7e ? 0x30 : code;
-        // the last row of a by b: products of large and subnormal numbers, and small ones, which those cut off
+        // the last row of a by b: products of large and subnormal numbers cut off those of small ones
         for (int i = 0; how == 10 && i < ROWS * COLUMNS; i++)
             codes[i] = i % COLUMNS % 2 ? 0x09 : i < (ROWS - 1) * COLUMNS ? 0x01 : 0x70;
         Doubles numbers(ROWS * COLUMNS), product((size_t)(ROWS * OTHER), 1);

@@ -216,14 +216,15 @@ static void a_bound_that_lets_a_factor_of_two_pass_proves_nothing(void **context
     assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL}));
     assert_verdict(STATUS_UNPROVEN,
                    "UNPROVEN test_report: at this --lr rounding errors grow from step to step, to a bound of "
-                   "9.00e-01, which lets a factor of two pass; a smaller --lr or fewer --steps can be judged");
+                   "9.00e-01, which lets a factor of two pass; a smaller --lr or fewer steps (--steps) can "
+                   "be judged");
     assert_true(compare(pair, PROOF_ROUNDED, 0.49));
     assert_verdict(STATUS_PASS, "PASS");
     // Then later steps may differ by any factor, as rounding has grown to the size of the figures …
     pair->run.loss[1] *= 3;
     pair->run.param[1][3] += 100;
     assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, "--shown"}));
-    assert_verdict(STATUS_UNPROVEN, "a smaller --lr or fewer --shown can be judged");
+    assert_verdict(STATUS_UNPROVEN, "a smaller --lr or fewer steps (--shown) can be judged");
     // … but what is wrong in step 1 stays wrong, and so does NaN.
     pair->run.loss[0] *= 1.03;
     assert_false(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL}));
