@@ -28,6 +28,7 @@ typedef struct LoneParts {
 LoneParts lone_parts(const Config *config);
 // Seconds of a step that a rank with the most blocks spends on recomputation, its collectives included.
 double lone_recomputes(const Config *config, const LoneParts *parts);
+
 // ---- what a rank holds: cost_lone_memory.c ----
 
 double lone_layers(const Config *config, int rank);  // of pp

@@ -213,8 +213,8 @@ static void print_help(const char *purpose, const Option *table, int count) {
     }
     if (purpose[first]) printf("\nexamples:%s\n", purpose + first);
     printf(
-        "\nexit status: 0 all checks passed, 1 a check failed, 2 wrong use, 3 too coarse a dtype to prove "
-        "anything\n");
+        "\nexit status: 0 all checks passed, 1 a check failed, 2 wrong use, 3 rounding is too coarse to "
+        "prove anything\n");
 }
 
 static void check_table(const Option *table, int count) {
