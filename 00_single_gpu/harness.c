@@ -261,13 +261,9 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
         timeline_finish(config, mesh.world);
         return report_verdict("one step counted and clocked");
     }
-    const int64_t ranks[MESH_AXES] = {comm_ranks(), config->dp, [AXIS_PP] = config->pp,
-                                      [AXIS_CP] = config->cp, [AXIS_TP] = config->tp,
-                                      [AXIS_EP] = config->ep};
-    static const char *const flag[MESH_AXES] = {
-        [AXIS_PP] = "--pp 1", [AXIS_CP] = "--cp 1", [AXIS_TP] = "--tp 1", [AXIS_EP] = "--ep 1"};
     const MeshAxis axis = comm_ranks() > 1 ? program->axis : AXIS_WORLD;
-    if (program->natural > 1) report_split(ranks[axis], flag[axis]);
+    const Group *split = mesh_group(&mesh, axis);
+    if (program->natural > 1) report_split(split->size, axis ? split->name : NULL);
     program_show(config, mesh, program);
     config->save = config->init = config->resume = NULL;  // `more` trains from scratch
     clock_push("after the proof");  // --timeline shows the run that was proven

@@ -131,13 +131,11 @@ static void *plug(Model *m) { return hybrid_zero_plug(m, &zero3); }
 
 bool hybrid_zero_enabled(const Config *c) { return zero_on(c, 4); }
 
-static bool any(const Config *c, int64_t ranks) { return c && ranks > 0; }
-
 void hybrid_zero_check(const Config *c) {
     int64_t replicas = c->dp * c->cp, k = shard_ranks(c);
     CHECK(replicas % k == 0,
           "--shard-ranks %ld does not divide the %ld rank%s of --dp x --cp: --shard-ranks %s would fit", k,
-          replicas, plural(replicas), config_degrees(c, replicas, replicas, any));
+          replicas, plural(replicas), config_degrees(c, replicas, replicas, NULL));
     CHECK(c->ep == 1,
           "--zero hybrid with --ep %ld: the ranks that hold copies of an expert are not those that hold "
           "copies of the rest of its block; --ep 1 or --zero 3 would fit",

@@ -6,13 +6,13 @@
 #include "00_single_gpu/harness.h"
 #include "05_pipeline_parallel/schedule.h"
 
-// At the peaks of activations, in each pass.
+// A layout is a Config as train_5d has it: degrees, micro_batch, grad_acc, recompute, and the settings sp,
+// vocab-parallel, zero, context, schedule and chunks.
+
+// Bytes at the peaks of activations, in each pass.
 typedef struct LonePeaks {
     double f, b, w;
 } LonePeaks;
-
-// A layout is a Config as train_5d has it: degrees, micro_batch, grad_acc, recompute, and the settings sp,
-// vocab-parallel, zero, context, schedule and chunks.
 
 // What a micro-batch takes and keeps of one block and of both ends, on a rank of tp x cp. It is the same
 // for all degrees of dp and pp, for all schedules and stages of ZeRO.
@@ -31,8 +31,8 @@ double lone_recomputes(const Config *config, const LoneParts *parts);
 
 // ---- what a rank holds: cost_lone_memory.c ----
 
-double lone_layers(const Config *config, int rank);  // of pp
-double lone_chunks(const Config *config);  // stages of a rank
+double lone_layers(const Config *config, int rank);  // of this rank of pp
+double lone_chunks(const Config *config);            // stages of a rank
 
 // Bytes of the fullest rank.
 typedef struct LoneMemory {

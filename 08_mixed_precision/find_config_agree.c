@@ -5,7 +5,8 @@
 // process that stands for all. States and kept activations of the fullest rank must be equal to the byte,
 // its peak within 0.5%, the step within 1%. The closed forms, which choose what is clocked, are no more than
 // 6% too long, so that the search misses none of the best, and not much too short; their peak is within 2%.
-// Recomputation's share of the time is about its share of FLOPs. This file has no main: find_config.c shows it.
+// Recomputation's share of the time is about its share of FLOPs. This file has no main: find_config.c shows
+// it.
 #include <math.h>
 #include <stdlib.h>
 

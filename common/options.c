@@ -103,17 +103,6 @@ static int choice_index(const Option *option, const char *value) {
     fatal("--%s %s is not one of %s", option->name, value, option->detail);
 }
 
-static const char *value_hint(const Option *option) {
-    switch (option->type) {
-        case OPTION_INT:
-            return "a whole number";
-        case OPTION_REAL:
-            return "a number";
-        default:
-            return option->detail;
-    }
-}
-
 // The whole text must be the number: no blanks before it, no letters after it.
 static void set_value(Option *option, const char *value) {
     char *end = NULL;
@@ -138,7 +127,7 @@ static void set_value(Option *option, const char *value) {
         }
         case OPTION_TEXT:
         case OPTION_OUTPUT:
-            CHECK(*value, "--%s needs a value: %s", option->name, value_hint(option));
+            CHECK(*value, "--%s needs a value: %s", option->name, option->detail);
             *(const char **)option->target = value;
             break;
         case OPTION_CHOICE:
@@ -160,6 +149,17 @@ static const char *value_name(const Option *option) {
             return "X";
         case OPTION_FLAG:
             return "";
+        default:
+            return option->detail;
+    }
+}
+
+static const char *value_hint(const Option *option) {
+    switch (option->type) {
+        case OPTION_INT:
+            return "a whole number";
+        case OPTION_REAL:
+            return "a number";
         default:
             return option->detail;
     }

@@ -217,11 +217,10 @@ void report_note(const char *format, ...) {
     va_end(arguments);
 }
 
-void report_split(int64_t ranks, const char *flag) {
-    report.alone[0] = 0;
-    if (ranks == 1)
-        snprintf(report.alone, sizeof report.alone, "%s splits nothing: all is as on one device",
-                 flag ? flag : "1 rank");
+void report_split(int ranks, const char *axis) {
+    snprintf(report.alone, sizeof report.alone, "%s%s%s splits nothing, and results are as on one device",
+             axis ? "--" : "1 rank", axis ? axis : "", axis ? " 1" : "");
+    if (ranks > 1) report.alone[0] = 0;
 }
 
 int report_verdict(const char *format, ...) {

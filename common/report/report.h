@@ -118,9 +118,9 @@ bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 // STATUS_UNPROVEN. It takes into account every check since the start or the last verdict, and ends --json:
 // a later verdict writes no file.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
-// Tells the verdict over how many ranks its claim splits something, and by which flag of one ("--tp 1"; NULL:
-// all ranks). Over one it splits nothing: checks may hold, but a PASS then says this instead of the claim.
-void report_split(int64_t ranks, const char *flag);
+// Tells the verdict over how many ranks its claim splits something, of which axis ("tp"; NULL: all ranks).
+// Over one it splits nothing: checks may hold, but a PASS then says this instead of the claim.
+void report_split(int ranks, const char *axis);
 // A text that a PASS verdict adds; only the latest note counts.
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
 

@@ -97,11 +97,12 @@ static Row compare_quantity(const Record *run, const Record *baseline, int which
         Compared c = {d, y.count[i], differing_elements(x.values[j], y.values[i], y.count[i]),
                       difference_norm(y.values[i], y.count[i]), false};
         c.holds = tensor_holds(&d, c.differing, c.norm <= least, proof, bound);
-        // The loss and the norm of step 1: no optimizer's step has made anything of rounding yet.
-        Difference first = difference(y.name, x.values[j], y.values[i], y.count[i] > 0);
-        if ((which == LOSSES || which == GRADIENT_NORMS) && proof != PROOF_EXACT &&
-            !tensor_holds(&first, 0, false, proof, bounds.gradients))
-            c.holds = false, c.difference = first, row.bound = bounds.gradients;
+        if ((which == LOSSES || which == GRADIENT_NORMS) && proof != PROOF_EXACT) {
+            // Of step 1: no optimizer's step has made anything of rounding yet.
+            Difference first = difference(y.name, x.values[j], y.values[i], y.count[i] > 0);
+            if (!tensor_holds(&first, 0, false, proof, bounds.gradients))
+                c.holds = false, c.difference = first, row.bound = bounds.gradients;
+        }
         row_add(&row, &c);
         if (which == GRADIENTS && baseline->apart[i]) row_add(routers, &c);
         factor[i] = c.holds ? NAN : d.scale;

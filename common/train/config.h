@@ -114,7 +114,7 @@ void config_check(const Config *config);
 // The same for the degrees of the mesh on this many ranks, saying what would fit; sets dp or tp if it is 0.
 void config_check_degrees(Config *config, int ranks);
 // What would fit, for refusals: "1, 2, 4", the degrees up to `most` that divide so many ranks (0: any number)
-// and that fit. Static text.
+// and that fit (NULL: all do). Static text.
 const char *config_degrees(const Config *config, int64_t most, int64_t ranks,
                            bool (*fits)(const Config *config, int64_t degree));
 // "--tp 3": the flag of a mesh's axis with the least degree above 1 that the ranks of --dp leave room for and

@@ -144,7 +144,7 @@ const char *config_degrees(const Config *c, int64_t most, int64_t ranks,
     int used = 0;
     if (ranks && most > ranks) most = ranks;
     for (int64_t degree = 1; degree <= most && used < 240; degree++)
-        if (ranks % degree == 0 && fits(c, degree))
+        if (ranks % degree == 0 && (!fits || fits(c, degree)))
             used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", degree);
     return text;
 }

@@ -57,7 +57,7 @@ overlapped() {
     passes "$name" overlapped_experts --proof-only --steps 2 --seq 24 "$@"
 }
 overlapped "overlapped, ep 2, zero 2, full" --layers 2 --ep 2 --zero 2 --recompute full
-verdict='1 rank splits nothing: all is as on one device; here some may differ, as the tied weight' \
+verdict='1 rank splits nothing, and results are as on one device; here some may differ, as the tied weight' \
     overlapped "overlapped, tied, 1 rank" --layers 1 --ranks 1 --ep 1 --tied
 overlapped "overlapped, tp 2, sharded logits of both" --layers 1 --ep 2 --tp 2 --sp --vocab-parallel
 overlapped "overlapped pairs of DualPipe, tp 2, ep 4, zero 3" --layers 2 --ranks 8 --pp 2 --tp 2 --sp \

@@ -11,11 +11,11 @@ build=$build/03_tensor_parallel
 
 three="--heads 6 --kv-heads 3 --ffn 39"  # divisible by 3 ranks
 quick="--layers 2 --steps 2"
-verdict='1 rank splits nothing: all is as on one device (' passes "split 1" split_matmul --ranks 1
+verdict='1 rank splits nothing, and results are as on one device (' passes "split 1" split_matmul --ranks 1
 for ranks in 2 3 5 8; do passes "split $ranks" split_matmul --ranks $ranks; done
 
-verdict='1 rank splits nothing: all is as on one device (' passes "tp 1" tensor_parallel --ranks 1 $quick
-verdict='--tp 1 splits nothing: all is as on one device (' passes "tp 1 on 2 ranks" tensor_parallel --ranks 2 \
+verdict='1 rank splits nothing, and results are as on one device (' passes "tp 1" tensor_parallel --ranks 1 $quick
+verdict='--tp 1 splits nothing, and results are as on one device (' passes "tp 1 on 2 ranks" tensor_parallel --ranks 2 \
     --tp 1 $quick
 passes "tp 2" tensor_parallel --ranks 2 $quick
 passes "tp 3, tied" tensor_parallel --ranks 3 $three --tied $quick

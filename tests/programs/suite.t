@@ -1,6 +1,6 @@
 #!/bin/bash
-# suite.t: what tests/run shows of TAP programs that fail or are left out, and how it counts them; which
-# mutants it plants; what tests/recipes takes for a refusal. TAP.
+# suite.t: what tests/run shows of TAP programs that fail or are left out, and how it counts them; the width of
+# lines; which mutants it plants; what tests/recipes takes for a refusal. TAP.
 # needs: build/corpus.txt
 . "$(dirname "$0")/tap.sh"
 log=$work/log failures=$work/failures passed=0 failed=0
@@ -46,6 +46,10 @@ fi
 # cmocka's own skip() prints "not ok N # SKIP", which prove counts as red, and gives no reason.
 ! grep -nw 'skip();' tests/unit/* >"$out"
 report $? "no unit test calls cmocka's skip()"
+
+# What clang-format cannot break, and comments, which it leaves alone.
+LC_ALL=C grep -rnE '^.{111}' --include=*.{c,h,inc,cc,cu} common 0[0-9]_* tests >"$out"
+report $(($? != 1)) "no line of the sources is longer than 110 bytes"
 
 # The suite plants the same bugs of a tree each time, and as many others of the next.
 mkdir "$work/tree" && cp -a Makefile README.md common 0[0-9]_* tests "$work/tree"

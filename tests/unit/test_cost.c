@@ -194,7 +194,8 @@ static void whole_units_are_there_for_a_while(void **state) {
 }
 
 // Two stages of two blocks of 100 elements, with ZeRO-3: all weights of a stage besides the shards, but sums
-// only behind the first W. With one message and no more micro-batches than stages, all have had their F before.
+// only behind the first W. With one message and no more micro-batches than stages, all have had their F
+// before.
 static void a_stage_has_sums_behind_its_first_w(void **state) {
     (void)state;
     LoneParts p = {.count = {0, 100, 0}, .block = 5000};

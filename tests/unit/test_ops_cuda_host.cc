@@ -172,7 +172,8 @@ static void need_room(bool transpose_a, bool transpose_b, double beta, int64_t e
     constexpr int64_t M = 64, N = 72, K = 40;
     Device a(BF16, Doubles(M * K)), b(BF16, Doubles(K * N)), c(BF16, Doubles(M * N));
     const size_t before = memory_in_use();
-    CHECK(kernel_table_linked()->matmul(BF16, BF16, c.at, a.at, b.at, M, N, K, transpose_a, transpose_b, beta),
+    const KernelTable *book = kernel_table_linked();
+    CHECK(book->matmul(BF16, BF16, c.at, a.at, b.at, M, N, K, transpose_a, transpose_b, beta),
           "not a product of the book");
     const int64_t more = (int64_t)(memory_in_use() - before) / 2;
     CHECK(more == expected, "scratch of %lld numbers, and %lld are needed", (long long)more,
