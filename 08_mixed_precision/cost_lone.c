@@ -13,7 +13,7 @@
 
 // ---- parts ----
 
-enum { EMBEDDING, BLOCK, HEAD, MICRO_BATCHES = 2 };
+enum { MICRO_BATCHES = 2 };
 
 static void note_bytes(LoneParts *parts, const Trainer *t) {
     const Model *m = t->model;

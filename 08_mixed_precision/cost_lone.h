@@ -9,6 +9,9 @@
 // A layout is a Config as train_5d has it: degrees, micro_batch, grad_acc, recompute, and the settings sp,
 // vocab-parallel, zero, context, schedule and chunks.
 
+// What arrays of three are indexed by.
+enum { EMBEDDING, BLOCK, HEAD };
+
 // Bytes at the peaks of activations, in each pass.
 typedef struct LonePeaks {
     double f, b, w;
@@ -17,11 +20,11 @@ typedef struct LonePeaks {
 // What a micro-batch takes and keeps of one block and of both ends, on a rank of tp x cp. It is the same
 // for all degrees of dp and pp, for all schedules and stages of ZeRO.
 typedef struct LoneParts {
-    double forward[3], backward[3], input[3];  // seconds: embedding, block, head; B and W, and B of them
+    double forward[3], backward[3], input[3];  // seconds of F; of B and W, and B of them
     double count[3], experts;                  // elements of a unit; of a block's experts here
     double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
     double expert_rows, message;               // of `block`, at its experts; (n, h) between stages
-    LonePeaks most[3];                         // embedding, block, head
+    LonePeaks most[3];
     double waiting;                            // bytes that a block keeps beyond those while its W waits
     double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
@@ -32,7 +35,7 @@ double lone_recomputes(const Config *config, const LoneParts *parts);
 // ---- what a rank holds: cost_lone_memory.c ----
 
 double lone_layers(const Config *config, int rank);  // of this rank of pp
-double lone_chunks(const Config *config);            // stages of a rank
+int lone_chunks(const Config *config);               // stages of a rank
 
 // Bytes of the fullest rank.
 typedef struct LoneMemory {

@@ -26,19 +26,17 @@
 #include "cost_lone.h"
 #include "five_d.h"
 
-enum { EMBEDDING, BLOCK, HEAD };
-
 // ---- what a rank has ----
 
 // The first stages have one layer more where their number does not divide the layers.
 double lone_layers(const Config *c, int rank) {
-    int64_t stages = c->pp * (int64_t)lone_chunks(c), layers = 0;
+    int64_t stages = c->pp * lone_chunks(c), layers = 0;
     for (int64_t i = rank; i < stages; i += c->pp) layers += c->layers / stages + (i < c->layers % stages);
     return (double)layers;
 }
 
-double lone_chunks(const Config *c) {
-    return c->pp > 1 && config_number(c, "schedule") == INTERLEAVED ? config_number(c, "chunks") : 1;
+int lone_chunks(const Config *c) {
+    return c->pp > 1 && config_number(c, "schedule") == INTERLEAVED ? (int)config_number(c, "chunks") : 1;
 }
 
 // Experts are spread over ep neighbours within dp x cp x tp, each of which has its own rows.
@@ -56,8 +54,7 @@ static double shard_of(double elements, int ranks) {
 // Micro-batches of a stage that a rank holds at once.
 static HeldFormula held_of(const Config *c, int rank) {
     if (c->pp == 1) return (HeldFormula){1, 1};
-    ScheduleWish wish = {
-        .ranks = (int)c->pp, .micro_batches = (int)c->grad_acc, .chunks = (int)lone_chunks(c)};
+    ScheduleWish wish = {.ranks = (int)c->pp, .micro_batches = (int)c->grad_acc, .chunks = lone_chunks(c)};
     HeldFormula held = schedule_rank_held_formula((ScheduleKind)config_number(c, "schedule"), &wish, rank);
     return isnan(held.to_w) ? (HeldFormula){(double)c->pp, (double)c->pp} : held;
 }

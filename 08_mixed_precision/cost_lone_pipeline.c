@@ -186,8 +186,7 @@ static Step step_of(const Config *c, double message_bytes) {
 // many as stages. Before that the slowest stage need not be the one for which all wait, and not all W that
 // zero bubble delays have come. Interleaved, it is one in rows of p of them, once three rows fill all chunks.
 static Step extrapolated(const Config *config, double message_bytes) {
-    int chunks =
-        config_number(config, "schedule") == INTERLEAVED ? (int)config_number(config, "chunks") : 1;
+    int chunks = lone_chunks(config);
     int64_t p = config->pp, stages = p * chunks, layers = config->layers, m = config->grad_acc;
     int64_t row = chunks > 1 ? p : 1, full = chunks > 1 ? 3 * p : 2 * p;
     int64_t rows = m > full + row ? (m - full) / row : 0;

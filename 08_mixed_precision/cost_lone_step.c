@@ -17,8 +17,6 @@
 #include "cost_lone.h"
 #include "five_d.h"
 
-enum { EMBEDDING, BLOCK, HEAD };
-
 // ---- stages ----
 
 typedef struct Stages {
@@ -36,7 +34,7 @@ static double hop_seconds(const Config *c, const LoneParts *p) {
 }
 
 static Stages stages_of(const Config *c, const LoneParts *p) {
-    int chunks = config_number(c, "schedule") == INTERLEAVED ? (int)config_number(c, "chunks") : 1;
+    int chunks = lone_chunks(c);
     Stages s = {.count = (int)c->pp * chunks, .hop = hop_seconds(c, p)};
     double rank[RANKS_MOST] = {0};
     for (int i = 0; i < s.count; i++) {

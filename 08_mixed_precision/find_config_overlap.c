@@ -18,7 +18,7 @@
 #include "find_config.h"
 #include "report/report.h"
 
-enum { HIDDEN = 4096, BLOCK = 1, BLOCKS = 8 };
+enum { HIDDEN = 4096, BLOCKS = 8 };
 
 // One of N ranks that share all weights, with this many tokens per micro-batch.
 static Config config_of(int N, int zero, int64_t tokens) {
