@@ -43,6 +43,16 @@ enum Major { K_MAJOR, MN_MAJOR };
 #define NEED_MAJORS(T, A, B) \
     static_assert(sizeof(T) == 2 || (A == K_MAJOR && B == K_MAJOR), "8-bit operands have rows along k")
 
+// The descriptor by which wgmma finds an operand that begins at the shared address `start`, in a tile with
+// the 128-byte swizzle. MN_MAJOR: tiles of 64 columns are `next` bytes apart; K_MAJOR: `next` has no meaning.
+// Within a tile, the next product's part begins 32 bytes further on (K_MAJOR), or 16 rows further on
+// (MN_MAJOR). Its bits, in units of 16 bytes: from 0 on the address, from 16 on `next`, from 32 on the
+// distance of 8 rows from the next 8; from 62 on the swizzle, 1 for 128 bytes.
+__host__ __device__ constexpr uint64_t wgmma_descriptor(uint32_t start, uint32_t next) {
+    return (uint64_t)(start >> 4 & 0x3fff) | (uint64_t)(next >> 4 & 0x3fff) << 16 |
+           (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
+}
+
 // Where tiles can begin in dynamic shared memory: up to TILE_ALIGNMENT - 16 bytes at its start are skipped.
 __device__ static inline char *first_tile(char *memory) {
     return memory + (-(uintptr_t)memory & (TILE_ALIGNMENT - 1));
@@ -168,14 +178,9 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The descriptor by which wgmma finds an operand that begins at `at`, in a tile with the 128-byte swizzle.
-// MN_MAJOR: tiles of 64 columns are `next` bytes apart; K_MAJOR: `next` has no meaning. Within a tile, the
-// next product's part begins 32 bytes further on (K_MAJOR), or 16 rows further on (MN_MAJOR). Its bits, in
-// units of 16 bytes: from 0 on the address, from 16 on `next`, from 32 on the distance of 8 rows from the
-// next 8; from 62 on the swizzle, 1 for 128 bytes.
+// The descriptor of an operand that begins at `at`.
 __device__ __forceinline__ uint64_t wgmma_operand(const void *at, uint32_t next) {
-    return (uint64_t)(shared_address(at) >> 4 & 0x3fff) | (uint64_t)(next >> 4) << 16 |
-           (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
+    return wgmma_descriptor(shared_address(at), next);
 }
 
 // d = A B, or d += A B if `add`. A and B are of T (__nv_bfloat16, __half, __nv_fp8_e4m3), both in shared

@@ -73,13 +73,10 @@ static List<Issue> *issues_of(int warp) {
 
 // ---- operands in shared memory ----
 
-// Bits 0 to 13: the start; 16 to 29 and 32 to 45: the distance from one tile, or from 8 rows of it, to the
-// next, all in units of 16 bytes; 49 to 51: where the swizzle begins; 62, 63: which swizzle. On the CPU,
-// bit 15 means that it is in a static array.
+// On the CPU, bit 15 of a descriptor means that its operand is in a static array.
 uint64_t cuda_wgmma_operand(const void *at, uint32_t next) {
     const uint32_t number = memory_shared_number(at, __builtin_return_address(0));
-    return (uint64_t)(number >> 4 & 0x3fff) | (uint64_t)(number >> 18) << 15 |
-           (uint64_t)(next >> 4 & 0x3fff) << 16 | (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
+    return wgmma_descriptor(number, next) | (uint64_t)(number >> 18) << 15;
 }
 
 // Calls f(16 bytes, row, k) for an operand's rows from `first` on, whose numbers have so many bytes: each
@@ -150,11 +147,23 @@ static void find_range(Product *p, int operand, uint64_t descriptor, Major major
     });
 }
 
-static void need_operand(const Product &p, uint64_t operand) {
+// An operand begins where the swizzle does, at a multiple of 1024 bytes, as its descriptor does not say
+// otherwise; if its rows are along k, also further on in the first row, which has all of its 32 bytes.
+static void need_operand(const Product &p, uint64_t operand, Major major, int rows) {
+    const int first = (int)(operand << 4) % TILE_ALIGNMENT, next = (int)(operand >> 16 & 0x3fff) << 4;
+    const int most = major == K_MAJOR ? TILE_ROW - K_BYTES : 0;
     if (operand >> 62 != 1)
         broken(p.site, "has wgmma read an operand of swizzle mode %d; here there is the 128-byte one, 1",
                (int)(operand >> 62));
     if (operand >> 49 & 7) broken(p.site, "has wgmma read an operand whose swizzle begins elsewhere");
+    if (first > most)
+        broken(p.site,
+               "has wgmma read an operand that begins %d bytes behind a multiple of %d; %d are the most",
+               first, (int)TILE_ALIGNMENT, most);
+    if (major == MN_MAJOR && rows > TILE_ROW / 2 && next % TILE_ALIGNMENT)
+        broken(p.site,
+               "has wgmma read an operand whose tiles are %d bytes apart, which is no multiple of %d", next,
+               (int)TILE_ALIGNMENT);
 }
 
 static void need_agreement(const Product &p, int warp, Cores *c) {
@@ -209,8 +218,8 @@ static void issue(Warp *w, int warp, Cores *c) {
         broken(p.site, "calls wgmma in a warpgroup of %d threads; it takes all %d",
                now.threads - warp / WARPS * WARPS * LANES, WARPS * LANES);
     if (!c->fenced) broken(p.site, "begins a group of wgmma with no wgmma_fence() before it");
-    if (!x.a) need_operand(p, x.operand_a);
-    need_operand(p, x.operand_b);
+    if (!x.a) need_operand(p, x.operand_a, x.major_a, WARPS * WARP_ROWS);
+    need_operand(p, x.operand_b, x.major_b, x.n);
     need_agreement(p, warp, c);
     find_range(&p, 0, x.operand_a, x.major_a, warp % WARPS * WARP_ROWS, x.a ? 0 : WARP_ROWS);
     find_range(&p, 1, x.operand_b, x.major_b, 0, x.n);

@@ -184,6 +184,17 @@ static void products_of_a_warpgroup(void **state) {
     products<__nv_fp8_e4m3, 128, K_MAJOR, K_MAJOR, true>();
 }
 
+// As make_gmma_desc has them (CUTLASS, cute/atom/mma_traits_sm90_gmma.hpp): for tiles of 64 columns of B from
+// k = 16 on, 8192 bytes apart; the same, 16384 bytes apart; 8-bit rows of 128 bytes from byte 96 on, where
+// it has a 1 in bits 16 to 29, which are not used; and an address beyond 2^18.
+static void descriptors_are_those_of_cute(void **state) {
+    (void)state;
+    assert_true(wgmma_descriptor(16384 + 16 * TILE_ROW, 8192) == 0x4000004002000480);
+    assert_true(wgmma_descriptor(16 * TILE_ROW, 16384) == 0x4000004004000080);
+    assert_true(wgmma_descriptor(8192 + 96, 16) == 0x4000004000010206);
+    assert_true(wgmma_descriptor((1 << 18) + 1024, 0) == 0x4000004000000040);
+}
+
 // 1000 + 448 * 448 is 12606.5 * 16, and below 2^18: 14 bits of it end with 16, and each product that is
 // smaller is lost, even if two of them are together larger.
 static void sums_of_8_bits_are_cut_off(void **state) {
@@ -227,6 +238,9 @@ enum Fault {
     LATE_GROUP,
     FLAT_OPERAND,
     OTHER_OPERAND,
+    OTHER_ROW,
+    PAST_THE_ROW,
+    TILES_APART,
     PLAIN_STORE,
     TWO_ARRIVALS,
     TOUCHED,
@@ -277,8 +291,13 @@ __global__ void ring(float *y, const __grid_constant__ TensorMap map) {
         for (int k = 0; k < 4; k++) {
             uint64_t a = wgmma_operand(stage + 32 * k, 0);
             if (FAULT == FLAT_OPERAND) a &= ~(3ull << 62);
+            if (FAULT == OTHER_ROW) a = wgmma_operand(stage + 4 * TILE_ROW + 32 * k, 0);
+            if (FAULT == PAST_THE_ROW) a = wgmma_operand(stage + 32 * k + 16, 0);
             if (FAULT == OTHER_OPERAND && t / 32 == 2) a = wgmma_operand(stage, 0);
             wgmma<__half, K_MAJOR, K_MAJOR>(d, a, wgmma_operand(stage + TILE + 32 * k, 0), true);
+            float wide[64];
+            if (FAULT == TILES_APART)
+                wgmma<__half, K_MAJOR, MN_MAJOR>(wide, a, wgmma_operand(stage, TILE / 2 + 512), false);
         }
         if (FAULT != NO_COMMIT) wgmma_commit();
         if (FAULT == TOUCHED) d[5] = 1;
@@ -330,6 +349,9 @@ static void a_ring_of_tiles(void **state) {
     FOUND(turn<LATE_GROUP>(), "writes to a tile that a wgmma of warp 0 (");
     FOUND(turn<FLAT_OPERAND>(), "has wgmma read an operand of swizzle mode 0");
     FOUND(turn<OTHER_OPERAND>(), "calls wgmma with other operands than the warps beside it (");
+    FOUND(turn<OTHER_ROW>(), "read an operand that begins 512 bytes behind a multiple of 1024; 96 are the");
+    FOUND(turn<PAST_THE_ROW>(), "read an operand that begins 112 bytes behind a multiple of 1024; 96 are");
+    FOUND(turn<TILES_APART>(), "read an operand whose tiles are 4608 bytes apart, which is no multiple of");
     FOUND(turn<PLAIN_STORE>(), "which thread 0 has written (", "with no fence_proxy_async() behind it");
     FOUND(turn<TWO_ARRIVALS>(), "which the tensor cores for warp 3 read (");
     FOUND(turn<TOUCHED>(), "changes the registers of D before it has waited for this wgmma");
@@ -409,6 +431,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_box_is_swizzled_and_zero_outside),
         cmocka_unit_test(products_of_a_warpgroup),
+        cmocka_unit_test(descriptors_are_those_of_cute),
         cmocka_unit_test(sums_of_8_bits_are_cut_off),
         cmocka_unit_test(a_ring_of_tiles),
         cmocka_unit_test(a_phase_is_seen_before_the_next_ends),
