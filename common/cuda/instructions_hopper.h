@@ -108,7 +108,7 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier *b, uint32_t parity) {
 }
 
 // Orders this thread's writes to shared memory, by plain stores or mbarrier_init, before what TMA and wgmma
-// do there after the next barrier.
+// do there after the next barrier; and what it has read there, by plain loads, before TMA writes there.
 __device__ __forceinline__ void fence_proxy_async() {
     HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -242,6 +242,8 @@ enum Fault {
     PAST_THE_ROW,
     TILES_APART,
     PLAIN_STORE,
+    PLAIN_LOAD,
+    FENCED_LOAD,
     TWO_ARRIVALS,
     TOUCHED,
     UNALIGNED,
@@ -287,6 +289,9 @@ __global__ void ring(float *y, const __grid_constant__ TensorMap map) {
             reinterpret_cast<uint32_t *>(stage)[t] = 0;
             named_barrier(1, 128);
         }
+        if ((FAULT == PLAIN_LOAD || FAULT == FENCED_LOAD) && t % 32 == 0)
+            d[0] += *reinterpret_cast<float *>(stage) * 0;
+        if (FAULT == FENCED_LOAD) fence_proxy_async();
         if (FAULT != NO_WGMMA_FENCE) wgmma_fence();
         for (int k = 0; k < 4; k++) {
             uint64_t a = wgmma_operand(stage + 32 * k, 0);
@@ -353,6 +358,9 @@ static void a_ring_of_tiles(void **state) {
     FOUND(turn<PAST_THE_ROW>(), "read an operand that begins 112 bytes behind a multiple of 1024; 96 are");
     FOUND(turn<TILES_APART>(), "read an operand whose tiles are 4608 bytes apart, which is no multiple of");
     FOUND(turn<PLAIN_STORE>(), "which thread 0 has written (", "with no fence_proxy_async() behind it");
+    FOUND(turn<PLAIN_LOAD>(), "has TMA write byte 1008 of dynamic shared memory, which thread ",
+          " has read (", ") with no fence_proxy_async() behind it");
+    SOUND(turn<FENCED_LOAD>());
     FOUND(turn<TWO_ARRIVALS>(), "which the tensor cores for warp 3 read (");
     FOUND(turn<TOUCHED>(), "changes the registers of D before it has waited for this wgmma");
     FOUND(turn<OTHER_MAP>(), "copies of a sample by a map without samples");
