@@ -172,9 +172,16 @@ static double cut_to_bits(double x, int bits) {
     return ldexp(trunc(ldexp(fraction, bits)), power - bits);
 }
 
-static int exponent_of(double x, DType codes) {
-    const int smallest = codes == E4M3 ? -6 : -14;
-    return isfinite(x) && ilogb(x) > smallest ? ilogb(x) : smallest;
+// ilogb(x) of a normal number, without a call; of any other, -1023 or 1024.
+static inline int exponent_field(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (int)(bits >> 52 & 0x7ff) - 1023;
+}
+
+static inline int exponent_of(double x, DType codes) {
+    const int smallest = codes == E4M3 ? -6 : -14, exponent = exponent_field(x);
+    return isfinite(x) && exponent > smallest ? exponent : smallest;
 }
 
 CodeProduct code_product(double x, DType of_x, double y, DType of_y) {
@@ -183,7 +190,7 @@ CodeProduct code_product(double x, DType of_x, double y, DType of_y) {
 
 double sum_in_bits(double sum, const CodeProduct *products, int count, int bits) {
     double all = sum;
-    int largest = sum == 0 ? INT_MIN : ilogb(sum);
+    int largest = sum == 0 ? INT_MIN : exponent_field(sum);
     for (int i = 0; i < count; i++) {
         all += products[i].value;
         if (products[i].value != 0 && products[i].exponent > largest) largest = products[i].exponent;
