@@ -59,15 +59,16 @@ static int by_model(const void *a, const void *b) {
 // One row: calls, wall time and rates (blank where nothing was computed), model clock.
 static void print_row(const OpCount *op, const OpCount *total, double steps) {
     char wall[80] = "";
-    if (!device_is_dry_run())
+    if (!device_is_dry_run()) {
+        report_number("wall clock", op->name, op->wall_seconds, "s");
         snprintf(wall, sizeof wall, "%10.3f %5.1f%% %9.1f %8.1f", 1e3 * op->wall_seconds / steps,
                  100 * op->wall_seconds / total->wall_seconds, 1e-9 * op->flops / op->wall_seconds,
                  1e-9 * op->bytes / op->wall_seconds);
+    }
     say("  %-22s %7.4g  %s %9.4g  %10.4g %5.1f%%", op->name, (double)op->calls / steps, wall,
         1e-9 * op->flops / steps, 1e3 * op->model_seconds / steps,
         100 * op->model_seconds / total->model_seconds);
     report_number("calls", op->name, (double)op->calls, "");
-    report_number("wall clock", op->name, op->wall_seconds, "s");
     report_number("model clock", op->name, op->model_seconds, "s");
     report_number("FLOPs", op->name, op->flops, "FLOP");
     report_number("bytes read and written", op->name, op->bytes, "B");

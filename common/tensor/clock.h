@@ -62,7 +62,7 @@ typedef struct OpCount {
     const char *name;
     int64_t calls;
     double flops, bytes;
-    double wall_seconds, model_seconds;
+    double wall_seconds, model_seconds;  // operations of a dry run are not timed by the wall clock
 } OpCount;
 
 // ops.c calls these around each operation; name is a string literal.

@@ -35,6 +35,9 @@ for key in '"model clock"' '"wall clock"' '"FLOPs"' '"wall seconds of each step"
 done
 [ -z "$missing" ]
 report $? "--json holds what the tables show$missing"
+run "$profile" $small --dry-run --json "$work/p.json" && grep -q '"model clock"' "$work/p.json" &&
+    ! grep -q '"wall clock"' "$work/p.json"
+report $? "but no wall clock of a dry run, which is not timed"
 [ "$(head -c 4 "$work/m.svg")" = '<svg' ] && [ "$(tail -n 1 "$work/m.svg")" = '</svg>' ] &&
     ! grep -qE 'nan|inf' "$work/m.svg" && [ "$(grep -c "<path fill='#" "$work/m.svg")" = 5 ]
 report $? "the picture has an area for each kind of memory"
