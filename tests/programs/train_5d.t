@@ -15,6 +15,8 @@ passes "the plan of dp 2, pp 2, tp 2, ZeRO-1, AdamW, then 20 steps beside one de
 grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communication, pp back"' \
     "$work/trace.json"
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
+passes "calls that are trusted: the plan and the run have one clock" train_5d --shown 0 --steps 1 --layers 1 \
+    --ranks 2 --dp 1 --pp 1 --tp 2 --trust-calls
 passes "bf16: 20 steps beside one device, within its error over as many" train_5d --shown 20 --steps 1 \
     --ranks 2 --layers 2 --pp 1 --tp 2 --dtype bf16
 if wanted "too many steps for their --lr"; then
