@@ -72,6 +72,8 @@ refused "or give --ranks 10 --tp 5" train_5d $odd --head-size 8 --heads 30 --kv-
 refused "or give --tp and sizes that it divides" train_5d $odd --heads 1 --kv-heads 1
 idle='which has nothing to do here: leave it out, or give'
 refused "--chunks is an option of pipeline, $idle --pp 2" train_5d --pp 1 --chunks 2
+refused "--chunks is an option of pipeline, $idle --pp 2 --layers 2" train_5d --pp 1 --chunks 2 --layers 1
+refused "--context is an option of ring_attention, $idle --cp 2 --seq 2" train_5d --context ulysses --seq 1
 refused "--gather is an option of zero1, $idle --zero 1" train_5d --zero 2 --gather step
 refused "--context is an option of ring_attention, $idle --cp 2" train_5d --context ulysses
 refused "--master is an option of bf16, $idle --dtype bf16" train_5d --master none
