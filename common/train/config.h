@@ -52,6 +52,7 @@ typedef struct Config {
     int64_t seed;
     const char *data, *init, *save, *resume;
     int64_t save_every;
+    const struct Record *beside;   // the run beside whose logits this one's are measured (bound.c), or NULL
     const struct Record *follows;  // the run whose choices of experts this one repeats (report.h), or NULL
     // reports
     bool no_check, verbose;
