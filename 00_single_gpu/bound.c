@@ -126,6 +126,7 @@ Bound train_bound_with(const Config *config, Techniques techniques, bool masked,
     f64.dtype = F64;
     f64.save = NULL;
     if (!f64.follows) f64.follows = baseline;
+    f64.beside = baseline;
     Trainer *t = trainer_new(&f64, mesh_single(), techniques);
     t->masked = masked;
     trainer_load(t);

@@ -170,6 +170,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price_all_reduce(price, price->losses, 1, F64, tp);
     tensor_parallel_price_kept(price, m);
     price_scale_kept(price, BY_SEQUENCE, (double)rows, (double)n);
+    price->peak_counted = true;  // norms' outputs and gathered rows are held at once, even by a single rank
 }
 
 static bool enabled(const Config *config) { return config_number(config, "sp") != 0; }

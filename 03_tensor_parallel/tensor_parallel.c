@@ -114,7 +114,7 @@ static const char *degrees(const Config *c) { return config_degrees(c, c->heads,
 
 void tensor_parallel_check(const Config *c) {
     int64_t tp = c->tp, kv = c->kv_heads, f = config_dense_width(c);
-    CHECK(config_number(c, "sp") || !config_number(c, "async-tp"),
+    CHECK(tp == 1 || config_number(c, "sp") || !config_number(c, "async-tp"),
           "--async-tp: rows are in flight only where each rank has its own: add --sp");
     CHECK(c->heads % tp == 0, "--tp %ld does not divide --heads %ld; --tp %s would fit", tp, c->heads,
           degrees(c));

@@ -48,7 +48,7 @@ static bool has_tokens(const Config *c, int64_t cp) { return cp <= c->seq; }
 
 void context_check(const Config *c) {
     CHECK(!context_on(c, CONTEXT_ZIGZAG) || context_layout(c) == &sequence_zigzag,
-          "--context zigzag has the tokens of --layout zigzag: leave out --layout, or give --context ring");
+          "--context zigzag has the tokens of --layout zigzag: leave out --layout; ring attention takes any");
     CHECK(c->seq >= c->cp, "--cp %ld is more ranks than --seq %ld has tokens: --cp %s would fit", c->cp,
           c->seq, config_degrees(c, c->seq, c->dp * c->cp, has_tokens));
 }

@@ -175,18 +175,25 @@ static void *plug(Model *model) {
 
 // ---- the record ----
 
+static int64_t kv_of_rank(const Config *c) { return c->kv_heads >= c->tp ? c->kv_heads / c->tp : 1; }
+
+static bool splits_heads(const Config *c, int64_t cp) {
+    int64_t kv = kv_of_rank(c);
+    return c->heads / c->tp % cp == 0 && (kv % cp == 0 || cp % kv == 0);
+}
+
+// No --context is named as what would fit: the program `ulysses` has no other.
 static void check(const Config *c) {
     context_check(c);
-    int64_t kv = c->kv_heads >= c->tp ? c->kv_heads / c->tp : 1, heads = c->heads / c->tp;
-    CHECK(heads % c->cp == 0,
-          "--context ulysses splits the heads: --cp %ld x --tp %ld must divide --heads %ld; --context ring "
-          "would fit",
-          c->cp, c->tp, c->heads);
-    CHECK(
-        kv % c->cp == 0 || c->cp % kv == 0,
-        "--context ulysses: --cp %ld and the %ld key/value heads on each rank of --tp: one must divide the "
-        "other; --context ring would fit",
-        c->cp, kv);
+    const char *fitting = config_degrees(c, c->seq, c->dp * c->cp, splits_heads);
+    CHECK(c->heads / c->tp % c->cp == 0,
+          "--context ulysses splits the heads: --cp %ld x --tp %ld must divide --heads %ld; --cp %s would "
+          "fit, or ring attention, which splits none",
+          c->cp, c->tp, c->heads, fitting);
+    CHECK(splits_heads(c, c->cp),
+          "--context ulysses: --cp %ld and the %ld key/value heads on each rank of --tp: one must divide the "
+          "other; --cp %s would fit, or ring attention, which splits none",
+          c->cp, kv_of_rank(c), fitting);
 }
 
 static void price(Price *price, const Model *m, const void *context) {

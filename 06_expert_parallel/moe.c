@@ -281,10 +281,11 @@ static void check(const Config *c) {
           "--tp %ld with --experts: experts are not sharded over tp, and ranks that have the same tokens "
           "would route them twice; add --sp, with which each has its own",
           c->tp);
-    CHECK(
-        config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
-        "--capacity is room for rows of a whole sequence, which --%s %ld splits: leave out one of the two",
-        c->cp > 1 ? "cp" : "sp, --tp", c->cp > 1 ? c->cp : c->tp);
+    const char *split = c->cp > 1 ? "cp" : "tp";
+    CHECK(config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
+          "--capacity is room for rows of a whole sequence, which --%s %ld%s splits: --capacity 0 would fit, "
+          "or --%s 1",
+          split, c->cp > 1 ? c->cp : c->tp, c->cp > 1 ? "" : " --sp", split);
     CHECK(c->micro_batch * (c->seq / c->cp) % c->tp == 0,
           "--tp %ld with --experts: --micro-batch %ld x --seq %ld%s must be a multiple of it, so that all "
           "ranks route as many tokens",

@@ -52,6 +52,17 @@ void routing_follow(Routing *routed, double *own, const float *there, int64_t e,
     if (!(apart <= routed->apart)) routed->apart = apart;
 }
 
+// How far rounding has taken each token's logits, whichever experts it takes.
+void routing_beside(Routing *r, const int64_t *place, const double *own, int64_t n, int64_t e) {
+    double size = difference_norm(own, n * e) / sqrt((double)n);
+    for (int64_t i = 0; r->beside && i < n; i++) {
+        const float *there = r->beside + place[i];
+        double square = 0;
+        for (int64_t j = 0; j < e; j++) square += (own[i * e + j] - there[j]) * (own[i * e + j] - there[j]);
+        r->off = fmax(r->off, sqrt(square) / size);
+    }
+}
+
 void routing_count(const Model *m, const Routing *routed) {
     Routing *r = m->routing;
     if (!r) return;
@@ -91,7 +102,7 @@ static void choose_as_there(const Moe *moe, const int64_t *place, MoeKept *kept,
 }
 
 void router_replay(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor bias) {
-    const Routing *r = moe->model->routing;
+    Routing *r = moe->model->routing;
     int64_t n = tensor_rows(kept->logits), e = tensor_columns(kept->logits);
     int64_t *place = routing_places(moe->model, micro, layer, n);
     if (!place || !(r->logits || r->followed)) {
@@ -101,6 +112,7 @@ void router_replay(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *
     double *own = host_alloc(n * e * sizeof *own);
     tensor_to_doubles(own, kept->logits);
     for (int64_t i = 0; i < n * e && r->logits; i++) r->logits[place[i / e] + i % e] = (float)own[i];
+    routing_beside(r, place, own, n, e);
     if (r->followed) choose_as_there(moe, place, kept, own, bias);
     free(own);
     free(place);

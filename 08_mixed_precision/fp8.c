@@ -106,7 +106,7 @@ static void check(const Config *c) {
               (config_number(c, "zero") >= 3 && c->dp * c->cp > 1 && !replicas) ||
               (config_number(c, "sp") && c->tp > 1),
           "--fp8-wire: neither ZeRO-3's weights nor --sp's rows are sent: leave it out, or give --zero 3 "
-          "with several ranks of dp, or %s --sp",
+          "with several ranks of dp, or --sp with %s",
           config_more(c, "--tp"));
     CHECK((r && r->tile) || !config_number(c, "fp8-tile"),
           "--fp8-tile %.0f: --fp8 %s scales no tiles; --fp8 deepseek or mxfp8 would fit",

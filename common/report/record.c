@@ -60,8 +60,9 @@ Routing *record_routing_begin(Record *record, const Config *c, int64_t step, int
     Routing *r = &record->routing;
     r->step = step - (c->steps - record->steps);
     r->followed = c->follows ? c->follows->routing.logits : NULL;
+    r->beside = c->beside ? c->beside->routing.logits : NULL;
     r->count = record->steps * samples * c->seq * c->layers * c->experts;
-    if (c->dtype != F64 && !r->followed && !r->logits) {
+    if (c->dtype != F64 && !r->logits) {  // also of a run that follows: the bound is measured beside it
         r->logits = calloc((size_t)r->count, sizeof *r->logits);
         CHECK(r->logits, "out of host memory for %lld logits of routers", (long long)r->count);
     }
@@ -129,7 +130,7 @@ static void *owned(Parcel *p, void *data, size_t size) {
 static void walk(Parcel *p, Record *r) {
     item(p, r, sizeof *r);
     // Only the rank that made the run needs its logits, and those that it followed.
-    if (p->step == UNPACK) r->routing.logits = NULL, r->routing.followed = NULL;
+    if (p->step == UNPACK) r->routing.logits = NULL, r->routing.followed = r->routing.beside = NULL;
     size_t n = (size_t)r->tensors, steps = (size_t)r->steps;
     r->loss = owned(p, r->loss, steps * sizeof *r->loss);
     r->grad_norm = owned(p, r->grad_norm, steps * sizeof *r->grad_norm);

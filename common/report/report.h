@@ -22,6 +22,8 @@ typedef struct Routing {
     int64_t step;           // the one that runs, of those recorded
     int64_t choices, ties;  // of a token in a block; those that its own logits would have made otherwise …
     double apart;           // … and the largest distance of such logits, over their root mean square
+    const float *beside;    // of the run from whose logits the distance of this one's is measured, or NULL
+    double off;             // the largest of a token, over their root mean square
 } Routing;
 
 // What one training run leaves behind for the comparison. Host memory, owned by the record.
@@ -74,10 +76,11 @@ typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } Proof
 typedef struct Bound {
     double gradients, others;
     const char *steps;  // the flag that sets how many there are, for a message; NULL: --steps
+    double logits;      // of routers, where two runs take other experts, if larger than `others`
 } Bound;
 
 static inline Bound bound_of(double both) {
-    Bound bound = {both, both, NULL};
+    Bound bound = {both, both, NULL, 0};
     return bound;
 }
 

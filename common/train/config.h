@@ -52,6 +52,7 @@ typedef struct Config {
     int64_t seed;
     const char *data, *init, *save, *resume;
     int64_t save_every;
+    const struct Record *beside;   // the run beside whose logits this one's are measured (bound.c), or NULL
     const struct Record *follows;  // the run whose choices of experts this one repeats (report.h), or NULL
     // reports
     bool no_check, verbose;
@@ -118,8 +119,9 @@ void config_check_degrees(Config *config, int ranks);
 const char *config_degrees(const Config *config, int64_t most, int64_t ranks,
                            bool (*fits)(const Config *config, int64_t degree));
 // "--tp 3": the flag of a mesh's axis with the least degree above 1 that the ranks of --dp leave room for and
-// the model can be sharded over; "--ranks 2 --tp 2" where they leave none; "--tp and sizes that it divides"
-// where the model has none. Static text.
+// the model can be sharded over; "--ranks 2 --tp 2" where they leave none; "--pp 2 --layers 2" where a model
+// of one layer (or, for --cp, one token) has none; "--tp and sizes that it divides" where heads have none.
+// Static text.
 const char *config_more(const Config *config, const char *flag);
 // One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.80 M parameters"
 void config_print(const Config *config);

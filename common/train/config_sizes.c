@@ -159,14 +159,23 @@ static bool can_shard(const Config *c, const char *flag, int64_t degree) {
 
 const char *config_more(const Config *c, const char *flag) {
     static char text[64];
+    Config sized = *c;
+    const char *size = "";
+    if (!strcmp(flag, "--pp") && c->layers == 1) {
+        sized.layers = 2;
+        size = " --layers 2";
+    } else if (!strcmp(flag, "--cp") && c->seq == 1) {
+        sized.seq = 2;
+        size = " --seq 2";
+    }
     int64_t ranks = c->dp * c->pp * c->cp * c->tp, degree = 2, most = 64;
-    while (degree <= c->dp && (c->dp % degree || !can_shard(c, flag, degree))) degree++;
+    while (degree <= c->dp && (c->dp % degree || !can_shard(&sized, flag, degree))) degree++;
     if (degree <= c->dp) {
-        snprintf(text, sizeof text, "%s %ld", flag, degree);
+        snprintf(text, sizeof text, "%s %ld%s", flag, degree, size);
         return text;
     }
-    for (degree = 2; degree < most && !can_shard(c, flag, degree);) degree++;
-    if (degree < most) snprintf(text, sizeof text, "--ranks %ld %s %ld", degree * ranks, flag, degree);
+    for (degree = 2; degree < most && !can_shard(&sized, flag, degree);) degree++;
+    if (degree < most) snprintf(text, sizeof text, "--ranks %ld %s %ld%s", degree * ranks, flag, degree, size);
     else snprintf(text, sizeof text, "%s and sizes that it divides", flag);
     return text;
 }

@@ -137,9 +137,11 @@ refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" zigz
     --cp 4 --seq 3
 refused "which has nothing to do here: leave it out, or give --cp 3" ring_attention --ranks 3 --cp 1 \
     --layout striped
-refused "--cp 4 x --tp 1 must divide --heads 6; --context ring would fit" ulysses --heads 6
-refused "3 key/value heads on each rank of --tp: one must divide the other; --context ring would fit" \
+# The program ulysses has no other --context, so what would fit are other degrees.
+refused "--cp 4 x --tp 1 must divide --heads 6; --cp 1, 2 would fit, or ring attention" ulysses --heads 6
+refused "3 key/value heads on each rank of --tp: one must divide the other; --cp 1 would fit, or ring" \
     ulysses --heads 12 --kv-heads 3
+refused "leave out --layout; ring attention takes any" zigzag_ring_attention --layout striped
 refused "--cp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --cp 3
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --dp 3
 refused "--tp 4 does not divide --heads 6" ring_attention --tp 4

@@ -159,9 +159,9 @@ fi
 
 refused "dry run, step 1: route_order: 67108864 tokens of 64 experts each" moe --dry-run $one --grad-acc 1 \
     --seq 1048576 --micro-batch 64 --experts 64 --top-k 64
-refused "--capacity is room for rows of a whole sequence, which --cp 2 splits" expert_parallel --cp 2 \
-    --seq 32 --capacity 1
-refused "--capacity is room for rows of a whole sequence, which --sp, --tp 2 splits" expert_parallel \
+refused "room for rows of a whole sequence, which --cp 2 splits: --capacity 0 would fit, or --cp 1" \
+    expert_parallel --cp 2 --seq 32 --capacity 1
+refused "which --tp 2 --sp splits: --capacity 0 would fit, or --tp 1" expert_parallel \
     --tp 2 --sp --seq 32 --capacity 1
 # Flags that would be ignored.
 shown='says what is shown after the proof'

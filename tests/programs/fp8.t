@@ -95,7 +95,9 @@ refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
 refused "fp8 te-delayed would fit, or --no-check" $program --dtype bf16 --fp8 none --zero 3 --fp8-wire
 passes "without a proof weights in bf16 go in 8 bits" $program --no-check --layers 1 --steps 2 --dtype bf16 \
     --fp8 none --zero 3 --fp8-wire
-refused "give --zero 3 with several ranks of dp, or --tp 2 --sp" $program $one --dtype bf16 --fp8-wire
+refused "give --zero 3 with several ranks of dp, or --sp with --tp 2" $program $one --dtype bf16 --fp8-wire
+refused "or --sp with --tp and sizes that it divides" $program $one --dtype bf16 --fp8-wire --heads 1 \
+    --kv-heads 1
 refused "give --zero 3 with several ranks of dp" $program $one --dtype bf16 --zero 3 --tp 2 \
     --fp8-wire
 refused "fp8 proves what it does with fp8, which is off: give --fp8" $program --fp8 none

@@ -28,6 +28,8 @@ passes "tp 2, dp 2, full, copies" tensor_parallel --tp 2 --kv-heads 1 --recomput
 passes "tp 2, f32" tensor_parallel --ranks 2 --dtype f32 $quick
 
 passes "sp 1" sequence_parallel --ranks 1 $quick
+verdict='held-out loss' passes "sp 1 trains for real, and its peak is as predicted" sequence_parallel --ranks 1 \
+    --no-check --steps 2 --sample 0 --eval-every 0 --recompute full
 passes "sp 2, dp 2, tied" sequence_parallel --tp 2 --tied $quick
 passes "sp 3, uneven rows" sequence_parallel --ranks 3 $three $quick
 passes "sp 4, even rows, full, copies" sequence_parallel --seq 32 --recompute full $quick

@@ -180,6 +180,9 @@ nearly "dualpipe, pp 2, tp 2, dp 2, async, vocab, zero 3" dualpipe --ranks 8 --p
     --vocab-parallel --zero 3 $few
 nearly "interleaved, pp 2, tp 3, async, uneven rows" interleaved --ranks 6 --pp 2 --tp 3 --kv-heads 3 \
     --ffn 39 --sp --async-tp $few
+# With a single rank of tp, --sp would be refused in turn.
+refused "--async-tp is an option of async_tensor_parallel, which has nothing to do here: leave it out, or give" \
+    one_f_one_b --pp 4 --async-tp
 refused "rows are in flight only where each rank has its own: add --sp" one_f_one_b --pp 2 --tp 2 --async-tp
 
 nearly "zb_h1, pp 2, tp 2, zero-r" zero_bubble --pp 2 --tp 2 --zero-r --recompute full $few

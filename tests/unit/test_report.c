@@ -206,6 +206,11 @@ static void a_record_that_is_zero_as_a_whole_never_passes(void **context) {
 
 static void a_bound_that_lets_a_factor_of_two_pass_proves_nothing(void **context) {
     Pair *pair = *context;
+    // The same bits are a proof whatever the bound.
+    assert_true(compare(pair, PROOF_ROUNDED, 0.7));
+    assert_null(strstr(printed, "too coarse"));
+    assert_verdict(STATUS_PASS, "PASS");
+    pair->run.grad[1][0] *= 1 + 1e-3;
     assert_true(compare(pair, PROOF_ROUNDED, 0.5));
     assert_true(compare(pair, PROOF_ROUNDED, 0.7));
     assert_null(strstr(printed, "too coarse"));  // once is enough
@@ -213,7 +218,7 @@ static void a_bound_that_lets_a_factor_of_two_pass_proves_nothing(void **context
                    "UNPROVEN test_report: this dtype is too coarse for this size: its own error makes a "
                    "bound of 5.00e-01");
     // Gradients are those of step 1, before the optimizer.
-    assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL}));
+    assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL, 0}));
     assert_verdict(STATUS_UNPROVEN,
                    "UNPROVEN test_report: at this --lr rounding errors grow from step to step, to a bound of "
                    "9.00e-01, which lets a factor of two pass; a smaller --lr or fewer steps (--steps) can "
@@ -223,16 +228,16 @@ static void a_bound_that_lets_a_factor_of_two_pass_proves_nothing(void **context
     // Then later steps may differ by any factor, as rounding has grown to the size of the figures …
     pair->run.loss[1] *= 3;
     pair->run.param[1][3] += 100;
-    assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, "--shown"}));
+    assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, "--shown", 0}));
     assert_verdict(STATUS_UNPROVEN, "a smaller --lr or fewer steps (--shown) can be judged");
     // … but what is wrong in step 1 stays wrong, and so does NaN.
     pair->run.loss[0] *= 1.03;
-    assert_false(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL}));
+    assert_false(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL, 0}));
     assert_verdict(STATUS_FAIL, "FAIL test_report: losses of variant: off from plain by 3.00e-02 in scale "
                                 "(bound 2.00e-02), scale 1.03");
     pair->run.loss[0] /= 1.03;
     pair->run.grad_norm[0] *= 2;
-    assert_false(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL}));
+    assert_false(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, (Bound){0.04, 0.9, NULL, 0}));
     assert_verdict(STATUS_FAIL, "FAIL test_report: gradient norms of variant: off from plain by 1.00e+00 "
                                 "relative (bound 4.00e-02), scale 2: the gradients are right");
     pair->run.grad_norm[0] /= 2;
@@ -258,6 +263,16 @@ static void experts_taken_alike_must_have_been_near_ties(void **context) {
         assert_false(compare(pair, PROOF_ROUNDED, 0.02));
         assert_verdict(STATUS_FAIL, "FAIL test_report: experts of variant: scores are off from plain by ");
     }
+    // What rounding has made of the baseline's own logits is a second bound, unless a factor of two passes.
+    Bound wider = {0.02, 0.02, NULL, 0.04}, narrow = {0.02, 0.02, NULL, 0.025};
+    Bound coarse = {0.02, 0.02, NULL, 0.7};
+    pair->baseline.routing.apart = 0.03;
+    assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, wider));
+    assert_false(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, narrow));
+    assert_verdict(STATUS_FAIL, "off from plain by 3.00e-02 relative (bound 2.50e-02)");
+    pair->baseline.routing.apart = 0.9;
+    assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, coarse));
+    assert_verdict(STATUS_UNPROVEN, "rounding errors grow from step to step, to a bound of 7.00e-01");
     pair->baseline.routing = (Routing){.choices = 40};
     assert_true(compare(pair, PROOF_ROUNDED, 0.02));
     assert_verdict(STATUS_PASS, "(rounded, 0.0e+00 of 2.0e-02)");
