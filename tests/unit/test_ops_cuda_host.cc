@@ -298,7 +298,7 @@ static void codes_move_whole_sectors(void **) {
         if (requests > is.requests * 3 / 2 || sectors > COUNT * 3 / 32 * 2)
             fail_msg("%d x %d%s: %d requests, %d sectors", (int)is.tile.rows, (int)is.tile.columns,
                      is.turned ? ", turned" : "", (int)requests, (int)sectors);
-        requests = is.of_amax;
+        requests = is.of_amax, sectors = COUNT * 2 / 32;
         Device most(F32, Doubles(scales.size()));
         scale.assign(scale.size(), 0);
         kernel_tile_amax(BF16, scale.data(), stored.data(), rows, columns, is.turned, is.tile);
