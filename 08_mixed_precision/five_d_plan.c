@@ -28,7 +28,7 @@ static void stored(RankPlan *row, const Config *config, Mesh mesh) {
 static RankPlan row_of(Mesh mesh, const Config *config, bool dry) {
     bool was_dry = device_is_dry_run();
     device_dry_run(dry);
-    // With --trust-calls a rank does not know when the others are ready, and its clock runs ahead of the plan.
+    // With --trust-calls a rank does not know when the others are ready: its clock runs ahead of the plan.
     bool was_checked = comm_set_check(true);
     StepCost cost = program_cost(config, mesh, five_d_layouts());
     comm_set_check(was_checked);

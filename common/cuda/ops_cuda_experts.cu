@@ -230,7 +230,7 @@ void kernel_route_nodes(int32_t *nodes, const int32_t *chosen, int64_t n, int64_
     if (n == 0) return;
     unsigned threads = threads_for(n), blocks = blocks_for("route_nodes", ceil_div(n, threads));
     LAUNCH(route_nodes, blocks, threads, 0, stream(), nodes, chosen, n, k, each, count, most,
-           check_index(most, "route_nodes: token %lld goes to %d nodes, and fewer would fit"));
+           check_index(most, "route_nodes: token %lld goes to %d nodes, and %lld would fit"));
 }
 
 __global__ void route_within(int32_t *left, const int32_t *chosen, int64_t pairs, int64_t first,

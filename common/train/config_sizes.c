@@ -175,7 +175,7 @@ const char *config_more(const Config *c, const char *flag) {
         return text;
     }
     for (degree = 2; degree < most && !can_shard(&sized, flag, degree);) degree++;
-    if (degree < most) snprintf(text, sizeof text, "--ranks %ld %s %ld%s", degree * ranks, flag, degree, size);
-    else snprintf(text, sizeof text, "%s and sizes that it divides", flag);
+    if (degree == most) snprintf(text, sizeof text, "%s and sizes that it divides", flag);
+    else snprintf(text, sizeof text, "--ranks %ld %s %ld%s", degree * ranks, flag, degree, size);
     return text;
 }

@@ -466,7 +466,7 @@ static void wrong_choices_are_refused(void **state) {
     assert_refused(no_such_expert, "route_order: number 5 of the choices is 4, not in [0, 4)");
     assert_refused(more_rows_than_32_bits_count,
                    "route_order: 536870912 tokens of 4 experts each are more than 2^31 - 1 rows");
-    assert_refused(too_many_nodes, "route_nodes: token 0 goes to 3 nodes, and fewer would fit");
+    assert_refused(too_many_nodes, "route_nodes: token 0 goes to 3 nodes, and 2 would fit");
     assert_refused(no_such_row, "combine_forward: number 4 of the choices is -1, not in [0, 6)");
 }
 
