@@ -144,7 +144,7 @@ static const char *const series_names[SERIES] = {"loss", "gradient norm", "learn
                                                  "held-out loss"};
 
 static void print_progress(const Trainer *t, int64_t done, int64_t steps, double seconds, double flops,
-                           double rate, bool skipped) {
+                           double rate) {
     const Config *c = &t->config;
     double tokens = (double)(t->progress.batch * c->seq);
     char *line = format_text(
@@ -152,7 +152,8 @@ static void print_progress(const Trainer *t, int64_t done, int64_t steps, double
         "matmul%s",
         (long long)t->progress.step, (long long)c->steps, t->loss, fabs(t->grad_norm), t->lr,  // no "-nan"
         1e-3 * tokens / seconds, 1e-9 * flops / seconds, t->model->mesh.world.size > 1 ? " a rank" : "",
-        100 * flops / seconds / rate, skipped ? "  skipped: the gradients overflow" : "");
+        100 * flops / seconds / rate,
+        isfinite(t->grad_norm) ? "" : "  skipped: the gradients overflow");  // taken, it would be fatal
     progress(done, steps, line);
     free(line);
 }
@@ -171,7 +172,6 @@ static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
     for (int64_t step = first; step < c->steps; step++) {
         clock_reset();
         double start = wall_seconds();
-        int64_t taken = t->optimizer.step;
         train_step(t, NULL);
         double seconds = wall_seconds() - start;
         OpCount count = clock_total();
@@ -183,8 +183,7 @@ static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
         double held_out = evaluate ? held_out_loss(t, EVAL_SAMPLES) : NAN;
         const double values[SERIES] = {t->loss, t->grad_norm, t->lr, seconds, held_out};
         for (int i = 0; i < SERIES; i++) series[i][step - first] = values[i];
-        bool skipped = t->optimizer.step == taken;
-        if (!dry) print_progress(t, step - first + 1, c->steps - first, seconds, count.flops, rate, skipped);
+        if (!dry) print_progress(t, step - first + 1, c->steps - first, seconds, count.flops, rate);
         if (evaluate) say("step %lld  held-out loss %.3f", (long long)step + 1, held_out);
         trainer_save(t);
     }

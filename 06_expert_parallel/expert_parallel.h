@@ -120,8 +120,9 @@ int64_t *routing_places(const Model *model, const MicroBatch *micro, int layer, 
 // the norm of their logits.
 void routing_follow(Routing *routed, double *own, const float *there, int64_t e, const int32_t *mine,
                     const int32_t *taken, int64_t k, double size);
-// Measures how far the logits of n tokens, `own` (n, e), are from those of the run beside which this one is.
-void routing_beside(Routing *routing, const int64_t *place, const double *own, int64_t n, int64_t e);
+// Keeps the logits of n tokens, `own` (n, e), and measures how far they are from those of the run beside
+// which this one is, where either is wanted.
+void routing_keep(Routing *routing, const int64_t *place, const double *own, int64_t n, int64_t e);
 // In B, so that recomputation counts once.
 void routing_count(const Model *model, const Routing *routed);
 

@@ -35,32 +35,34 @@ static bool takes(const int32_t *chosen, int64_t k, int64_t expert) {
     return false;
 }
 
+// Of one token's logits in two runs.
+static double distance(const double *own, const float *there, int64_t e) {
+    double square = 0;
+    for (int64_t i = 0; i < e; i++) square += (own[i] - (double)there[i]) * (own[i] - (double)there[i]);
+    return sqrt(square);
+}
+
 void routing_follow(Routing *routed, double *own, const float *there, int64_t e, const int32_t *mine,
                     const int32_t *taken, int64_t k, double size) {
     bool same = true;
-    double square = 0;
+    double apart = distance(own, there, e) / size;
     for (int64_t i = 0; i < e; i++) {
         bool takes_it = takes(taken, k, i);
         same = same && takes_it == takes(mine, k, i);
-        square += (own[i] - (double)there[i]) * (own[i] - (double)there[i]);
         if (!takes_it) own[i] = -INFINITY;
     }
     routed->choices++;
     if (same) return;
     routed->ties++;
-    double apart = sqrt(square) / size;
     if (!(apart <= routed->apart)) routed->apart = apart;
 }
 
-// How far rounding has taken each token's logits, whichever experts it takes.
-void routing_beside(Routing *r, const int64_t *place, const double *own, int64_t n, int64_t e) {
+void routing_keep(Routing *r, const int64_t *place, const double *own, int64_t n, int64_t e) {
+    for (int64_t i = 0; r->logits && i < n * e; i++) r->logits[place[i / e] + i % e] = (float)own[i];
+    if (!r->beside) return;
     double size = difference_norm(own, n * e) / sqrt((double)n);
-    for (int64_t i = 0; r->beside && i < n; i++) {
-        const float *there = r->beside + place[i];
-        double square = 0;
-        for (int64_t j = 0; j < e; j++) square += (own[i * e + j] - there[j]) * (own[i * e + j] - there[j]);
-        r->off = fmax(r->off, sqrt(square) / size);
-    }
+    for (int64_t i = 0; i < n; i++)
+        r->off = fmax(r->off, distance(own + i * e, r->beside + place[i], e) / size);
 }
 
 void routing_count(const Model *m, const Routing *routed) {
@@ -111,8 +113,7 @@ void router_replay(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *
     }
     double *own = host_alloc(n * e * sizeof *own);
     tensor_to_doubles(own, kept->logits);
-    for (int64_t i = 0; i < n * e && r->logits; i++) r->logits[place[i / e] + i % e] = (float)own[i];
-    routing_beside(r, place, own, n, e);
+    routing_keep(r, place, own, n, e);
     if (r->followed) choose_as_there(moe, place, kept, own, bias);
     free(own);
     free(place);

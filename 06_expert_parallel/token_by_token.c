@@ -115,9 +115,7 @@ static void choose_as_there(const Model *m, const MicroBatch *micro, int layer, 
     int64_t e = c->experts, k = c->top_k, *place = routing_places(m, micro, layer, n);
     Routing *r = place ? m->routing : NULL;
     const float *followed = r ? r->followed : NULL;
-    for (int64_t i = 0; r && r->logits && i < n * e; i++)
-        r->logits[place[i / e] + i % e] = (float)p->logit[i];
-    if (r) routing_beside(r, place, p->logit, n, e);
+    if (r) routing_keep(r, place, p->logit, n, e);
     double size = difference_norm(p->logit, n * e) / sqrt((double)n);
     for (int64_t i = 0; i < n && followed; i++) {
         double there[e], left[e], weight[k];

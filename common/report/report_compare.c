@@ -203,9 +203,9 @@ static bool judge_ties(const Record *run, const Record *baseline, Bound bounds, 
     const Routing *r = &baseline->routing;
     double bound = bounds.others;
     if (r->choices == 0) return true;
-    if (r->ties > 0 && !(r->apart <= judged_by(bound)) && bounds.logits > bound) {
+    if (r->ties > 0 && !(r->apart <= judged_by(bound)) && isfinite(bounds.logits) && bounds.logits > bound) {
         bound = bounds.others = bounds.logits;
-        if (isfinite(bound) && bound >= WEAKEST_BOUND) note_coarse(bounds);
+        if (bound >= WEAKEST_BOUND) note_coarse(bounds);
     }
     bool near = r->ties == 0 || r->apart <= judged_by(bound);
     report.choices += r->choices, report.ties += r->ties;

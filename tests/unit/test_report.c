@@ -273,6 +273,9 @@ static void experts_taken_alike_must_have_been_near_ties(void **context) {
     pair->baseline.routing.apart = 0.9;
     assert_true(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, coarse));
     assert_verdict(STATUS_UNPROVEN, "rounding errors grow from step to step, to a bound of 7.00e-01");
+    coarse.logits = INFINITY;
+    assert_false(report_compare(&pair->run, &pair->baseline, PROOF_ROUNDED, coarse));
+    assert_verdict(STATUS_FAIL, "off from plain by 9.00e-01 relative (bound 2.00e-02)");
     pair->baseline.routing = (Routing){.choices = 40};
     assert_true(compare(pair, PROOF_ROUNDED, 0.02));
     assert_verdict(STATUS_PASS, "(rounded, 0.0e+00 of 2.0e-02)");
