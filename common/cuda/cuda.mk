@@ -96,13 +96,15 @@ ifneq ($(OPS),cuda)
 # declared bound, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
 # makes an overflowing stack hit its guard page. -O1: above it g++ merges and splits accesses.
 # -fno-tree-sink: whether g++ moves loads and arithmetic into the branch that needs them depends on its
-# version, and the counts would too; so they stay where the kernels have them. The emulator, which handles
-# each access, is built with -O3; both ignore OPT, so that builds can share them.
+# version, and the counts would too; so they stay where the kernels have them. -fno-plt: a call of expf in the
+# machine code, from which FLOPs are counted, has its name with any linker. The emulator, which handles each
+# access, is built with -O3; both ignore OPT, so that builds can share them.
 emulator_sources  := $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE -O3 $(NATIVE) -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g1 '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-tree-sink -fno-exceptions -fsanitize=thread \
-                     -fsanitize=bounds-strict -fsanitize-coverage=trace-pc -fstack-clash-protection
+                     -fsanitize=bounds-strict -fsanitize-coverage=trace-pc -fstack-clash-protection \
+                     $(if $(filter x86_64%,$(MULTIARCH)),-fno-plt)
 compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
 fibers            := $(shell printf '\043include <boost/context/detail/fcontext.hpp>' | \
                      $(CXX) -fsyntax-only -x c++ - 2>/dev/null && echo yes)

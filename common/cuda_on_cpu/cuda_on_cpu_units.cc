@@ -30,7 +30,8 @@ static const Instruction instructions_arm[] = {
     {"fminnm", 1, 0}, {"fmadd", 2, 0}, {"fmsub", 2, 0}, {"fnmadd", 2, 0}, {"fnmsub", 2, 0},
     {"fmax", 1, 0},   {"fmin", 1, 0},  {"fdiv", 0, 1},  {"fsqrt", 0, 1},
 };
-// Calls of the C library, by the name between < and the first of @, + and >.
+// Calls of the C library, by the name between < and the first of @, + and >. They are compiled with -fno-plt:
+// objdump does not name the procedure linkage table of every linker.
 static const Instruction calls[] = {
     {"fmaf", 2, 0},  {"fma", 2, 0},  {"fmaxf", 1, 0}, {"fmax", 1, 0}, {"fminf", 1, 0},  {"fmin", 1, 0},
     {"expf", 0, 1},  {"exp", 0, 1},  {"exp2f", 0, 1}, {"exp2", 0, 1}, {"logf", 0, 1},   {"log", 0, 1},
@@ -48,7 +49,7 @@ static void look_up(const Instruction (&table)[N], const char *name, size_t leng
         }
 }
 
-// text: "vmulss %xmm0,%xmm1,%xmm2", "call 1050 <expf@plt>", "fmul s0, s1, s2"
+// text: "vmulss %xmm0,%xmm1,%xmm2", "call *0x2e99(%rip)  # 3fd0 <expf@GLIBC_2.27>", "fmul s0, s1, s2"
 static void read_instruction(const char *text, BlockWork *work) {
     size_t length = strcspn(text, " \t");
     const char *callee = strchr(text, '<');
@@ -141,6 +142,7 @@ static void read_function(const Function &f) {
         unsigned long address = strtoul(text, &rest, 16);
         if (rest == text || *rest != ':') continue;
         rest += 1 + strspn(rest + 1, " \t");
+        if (strncmp(rest, "addr32 ", 7) == 0) rest += 7;  // a call that the linker has made direct
         Line line = {};
         line.address = (uint32_t)address;
         line.begins = strstr(rest, "<__sanitizer_cov_trace_pc") != NULL;
