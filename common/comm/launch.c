@@ -370,8 +370,9 @@ int launch(char *const *words) {
     setenv("OMPI_MCA_orte_execute_quiet", "1", 0);
     // A rank tells mpirun that it leaves MPI, and waits 2 s for the answer. If mpirun is held up for longer,
     // as on a busy machine, this would turn a run that has passed into a failure. Ranks that leave too early
-    // are noticed by the others.
+    // are noticed by the others. The second name is Open MPI 5's.
     setenv("OMPI_MCA_orte_allowed_exit_without_sync", "1", 0);
+    setenv("PRTE_MCA_prte_allowed_exit_without_sync", "1", 0);
     // Without a PATH mpirun is found, but ends without a word because it does not find ssh.
     setenv("PATH", "/usr/local/bin:/usr/bin:/bin", 0);
     clear_abandoned();
