@@ -136,7 +136,7 @@ refuses "a dry run that would save" 'dry-run computes no weights to save or begi
 report $? "and makes no folder for it"
 
 # Rank 1 has another file system in place of the folder, as on another host.
-if unshare -m --propagation private true 2>/dev/null; then
+if private_mounts "folders that not all ranks see"; then
     mkdir "$work/apart"
     on_two_hosts='[ $OMPI_COMM_WORLD_RANK = 0 ] || mount -t tmpfs tmpfs "$0" && exec "$@"'
     by_mpirun -n 2 unshare -m --propagation private \

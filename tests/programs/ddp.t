@@ -24,7 +24,7 @@ passes "a long sample" ddp_naive --ranks 2 --no-check --steps 2 --eval-every 0 -
 verdict=''
 
 # On a machine that says it has 180 MB left, 62 MB for each of 2 ranks fit, and for each of 4 do not.
-if unshare -m --propagation private true 2>/dev/null; then
+if private_mounts "how ranks share memory, other data and weights"; then
     printf 'MemTotal: 24000000 kB\nMemAvailable: 180000 kB\n' >"$work/meminfo"
     with_180_MB() {
         run unshare -m --propagation private bash -c \
@@ -91,7 +91,5 @@ if unshare -m --propagation private true 2>/dev/null; then
             report $? "ranks that find other weights, by one $other: $(cat "$err")"
         done
     fi
-else
-    echo "# not checked: how ranks share memory, other data and weights: no private mounts here"
 fi
 finish

@@ -42,7 +42,7 @@ fi
 on_full_disk() { run unshare -m --propagation private bash -c '
     table=$1/table && mount -t tmpfs -o size=8k tmpfs "$1" && yes "" | head -c $((8192 - $2)) >"$table" &&
         shift 2 && "$@"; status=$?; tail -n 1 "$table" | cat -A; exit $status' - "$work/full" "$@"; }
-if wanted "a full disk" && unshare -m --propagation private true 2>/dev/null; then
+if wanted "a full disk" && private_mounts "a full disk"; then
     mkdir "$work/full"
     for left in 5 20; do  # the first row of a cell, or its second, does not fit
         on_full_disk $left "$build/matrix" --ranks 2 --part 2/250 --table "$work/full/table"

@@ -29,6 +29,14 @@ time_of_a_core=(unshare -m --propagation private bash -c '
         echo 50000 50000 >cpu.max && echo 50000 | tee cpu/cpu.cfs_quota_us >cpu/cpu.cfs_period_us &&
         cd "$OLDPWD" && exec "$@"' -)
 
+# private_mounts WHAT: whether a test may mount something that only it sees. Where it may not, as an ordinary
+# user or in many containers, it says that this is not checked.
+private_mounts() {
+    unshare -m --propagation private true 2>/dev/null && return
+    echo "# not checked: $1: no private mounts here"
+    false
+}
+
 # wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever its name.
 wanted() { [[ $1 == $only ]] && chosen=yes; }
 
@@ -97,6 +105,7 @@ on_terminal() { (unset NO_COLOR; TERM=xterm script -qec "stty cols 100; $*" /dev
 # dashes, are left out of $err. As under the launcher, its late answer fails no run (launch.c).
 by_mpirun() {
     OMPI_MCA_orte_execute_quiet=1 OMPI_MCA_orte_allowed_exit_without_sync=1 \
+        PRTE_MCA_prte_allowed_exit_without_sync=1 \
         run mpirun --oversubscribe --allow-run-as-root "$@"
     tr -d '\0' <"$err" | sed '/^-\{74\}$/,/^-\{74\}$/d' >"$work/theirs"
     mv "$work/theirs" "$err"
