@@ -216,12 +216,13 @@ static ncclResult_t push_split(ncclComm_t c) {
 static void post(ncclComm_t c, int to, const Header &header, const Place &place, const void *from,
                  size_t bytes) {
     Message message;
-    message.bytes.resize(sizeof header + sizeof place + bytes);
-    memcpy(message.bytes.data(), &header, sizeof header);
-    memcpy(message.bytes.data() + sizeof header, &place, sizeof place);
-    if (bytes)
-        cudaMemcpy(message.bytes.data() + sizeof header + sizeof place, from, bytes,
-                   cudaMemcpyDeviceToHost);
+    const struct {
+        Header header;
+        Place place;
+    } front = {header, place};
+    message.bytes.resize(sizeof front + bytes);
+    memcpy(message.bytes.data(), &front, sizeof front);
+    if (bytes) cudaMemcpy(message.bytes.data() + sizeof front, from, bytes, cudaMemcpyDeviceToHost);
     c->out[to].push_back(std::move(message));
 }
 
