@@ -119,39 +119,43 @@ static void make_folder(void) {
 // mpirun puts its own messages between lines of dashes; all else on its stderr is from the ranks. That of
 // Open MPI 4 can be told to be quiet, that of Open MPI 5 cannot: its messages are held back, and shown if
 // nobody else says why a run has ended.
-enum { FRAME = 74, CHUNK = 4096 };
-// Beginning of lines that libevent, in Open MPI 5, may write when a process is killed. They are dropped.
-static const char noise[] = "[warn] Epoll ";
+//
+// Two kinds of lines of Open MPI 5 have no such frame, and begin with a bracket: those of PMIx, which are
+// held back too, and those that libevent may write when a process is killed, which are dropped.
+enum { FRAME = 74, LINE = 512, CHUNK = 4096 };
 
 static struct {
     bool framed;  // within lines of dashes
     bool passed;  // some output of the ranks has been passed on
     int dashes;  // in a line that has nothing else so far; else -1
-    int noise;   // length of the prefix of `noise` that a line consists of so far
-    size_t own_length, rest_length;
-    char own[CHUNK], rest[CHUNK + FRAME];
+    size_t own_length, rest_length, line_length;
+    char own[CHUNK], rest[CHUNK + FRAME + LINE], line[LINE];  // line: one that begins with a bracket, so far
 } said;
 
-static void take(char c) {
-    if (!said.framed) said.rest[said.rest_length++] = c;
+static void take(bool own, char c) {
+    if (!own) said.rest[said.rest_length++] = c;
     else if (said.own_length + 1 < sizeof said.own) said.own[said.own_length++] = c;
+}
+
+static void take_line(void) {
+    said.line[said.line_length] = '\0';
+    bool dropped = strncmp(said.line, "[warn] Epoll ", 13) == 0;
+    bool own = said.framed || strstr(said.line, "] PMIX ERROR: ");
+    for (size_t i = 0; !dropped && i < said.line_length; i++) take(own, said.line[i]);
+    said.line_length = 0;
 }
 
 static void sort_out(const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
         if (!text[i]) continue;  // it ends its messages with one
         bool ends = text[i] == '\n';
-        if (!noise[said.noise]) {  // the rest of such a line
-            if (ends) said.noise = 0;
+        if (said.line_length || (said.dashes == 0 && text[i] == '[')) {
+            said.line[said.line_length++] = text[i];
+            if (!ends && said.line_length + 1 < LINE) continue;
+            take_line();
+            said.dashes = ends ? 0 : -1;
             continue;
         }
-        if (said.dashes == 0 && text[i] == noise[said.noise]) {
-            said.noise++;
-            continue;
-        }
-        if (said.noise) said.dashes = -1;
-        for (int n = 0; n < said.noise; n++) take(noise[n]);
-        said.noise = 0;
         bool begins = said.dashes >= 0;
         if (begins && text[i] == '-' && said.dashes < FRAME) {
             said.dashes++;
@@ -159,8 +163,8 @@ static void sort_out(const char *text, size_t length) {
             said.framed = !said.framed;
             said.dashes = 0;
         } else {
-            for (; said.dashes > 0; said.dashes--) take('-');
-            take(text[i]);
+            for (; said.dashes > 0; said.dashes--) take(said.framed, '-');
+            take(said.framed, text[i]);
             said.dashes = ends ? 0 : -1;
         }
     }
@@ -170,10 +174,11 @@ static void sort_out(const char *text, size_t length) {
 static bool pass_on(int pipe) {
     char text[CHUNK];
     for (ssize_t got; (got = read(pipe, text, sizeof text)) >= 0 || errno == EINTR;) {
-        if (got == 0) return false;
+        if (got == 0 && !said.line_length) return false;
         if (got < 0) continue;
         said.rest_length = 0;
-        sort_out(text, (size_t)got);
+        if (got) sort_out(text, (size_t)got);
+        else take_line();  // its end will not come
         // To a second signal, such as `timeout` sends, mpirun only answers that it is already ending.
         for (size_t done = 0; !ended_by && done < said.rest_length;) {
             ssize_t written = write(STDERR_FILENO, said.rest + done, said.rest_length - done);

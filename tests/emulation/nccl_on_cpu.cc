@@ -216,10 +216,7 @@ static ncclResult_t push_split(ncclComm_t c) {
 static void post(ncclComm_t c, int to, const Header &header, const Place &place, const void *from,
                  size_t bytes) {
     Message message;
-    const struct {
-        Header header;
-        Place place;
-    } front = {header, place};
+    const Front front = {header, place};
     message.bytes.resize(sizeof front + bytes);
     memcpy(message.bytes.data(), &front, sizeof front);
     if (bytes) cudaMemcpy(message.bytes.data() + sizeof front, from, bytes, cudaMemcpyDeviceToHost);
@@ -227,7 +224,7 @@ static void post(ncclComm_t c, int to, const Header &header, const Place &place,
 }
 
 static void await(ncclComm_t c, Op *op, int from, size_t bytes) {
-    op->in[from].bytes.resize(sizeof(Header) + sizeof(Place) + bytes);
+    op->in[from].bytes.resize(sizeof(Front) + bytes);
     c->want[from].push_back(&op->in[from]);
 }
 

@@ -76,6 +76,11 @@ struct Header {
 struct Place {
     int64_t before, width;
 };
+// What precedes the bytes of a message.
+struct Front {
+    Header header;
+    Place place;
+};
 enum Call { SEND = 1, BROADCAST, ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER, CONNECT };
 extern const char *const call_names[];
 

@@ -32,11 +32,11 @@ static bool push_rings(ncclComm_t c) {
 
 static ncclResult_t compare(ncclComm_t c, const Op &op) {
     for (int r = 0; r < c->ranks; r++) {
-        if (op.in[r].done < sizeof(Header) + sizeof(Place)) continue;
-        Header theirs;
-        Place there, here = op.place[r];
-        memcpy(&theirs, op.in[r].bytes.data(), sizeof theirs);
-        memcpy(&there, op.in[r].bytes.data() + sizeof theirs, sizeof there);
+        if (op.in[r].done < sizeof(Front)) continue;
+        Front front;
+        memcpy(&front, op.in[r].bytes.data(), sizeof front);
+        const Header &theirs = front.header;
+        const Place &there = front.place, &here = op.place[r];
         if (memcmp(&theirs, &op.header, sizeof theirs))
             return refuse(ncclInvalidUsage,
                           "rank %d: %s of %lld, type %d, operation %d, root %d, where rank %d has %s of "
@@ -69,7 +69,7 @@ static ncclResult_t finish(ncclComm_t c, Op *op) {
     const Header &h = op->header;
     int64_t size = (int64_t)size_of((ncclDataType_t)h.type), bytes = h.count * size;
     cudaError_t status = cudaSuccess;
-    auto from_rank = [&](int r) { return op->in[r].bytes.data() + sizeof(Header) + sizeof(Place); };
+    auto from_rank = [&](int r) { return op->in[r].bytes.data() + sizeof(Front); };
     if (h.call == SEND && op->to && bytes)
         status = cudaMemcpy(op->to, from_rank(op->peer), bytes, cudaMemcpyHostToDevice);
     if (h.call == BROADCAST) {

@@ -8,6 +8,7 @@
 #include <initializer_list>
 
 #include "cuda/gpu.h"
+#include "cuda/instructions.h"
 // needs those above, and to be told that it is C
 extern "C" {
 #include <cmocka.h>
@@ -248,6 +249,9 @@ __global__ void dot(float *y, const float *x, int n) {
     y[threadIdx.x] = fmaxf(sum / n, 1.f);
 }
 
+// Calls a function of this program, where the others call the C library.
+__global__ void powers(float *y) { y[threadIdx.x] = power_of_2(y[threadIdx.x]); }
+
 static void arithmetic_counts_by_lane_and_by_warp(void **state) {
     (void)state;
     COUNTED(c, LAUNCH(arithmetic, 1, 128, 0, 0, zeros(128), 2.f, 3.f));
@@ -258,6 +262,9 @@ static void arithmetic_counts_by_lane_and_by_warp(void **state) {
     COUNTED(d, LAUNCH(dot, 1, 32, 0, 0, zeros(32), zeros(10), 10));
     assert_int_equal(d.flops, 32 * (2 * 10 + 1));
     assert_int_equal(d.special, 32);
+    COUNTED(p, LAUNCH(powers, 1, 64, 0, 0, zeros(64)));
+    assert_int_equal(p.special, 64);
+    assert_int_equal(p.special_instructions, 2);
     COUNTED(none, LAUNCH(copy<float>, 1, 32, 0, 0, zeros(32), zeros(32), 32, 1, 0));
     assert_int_equal(none.flops + none.special, 0);
 }
