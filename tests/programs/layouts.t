@@ -20,6 +20,8 @@ verdict='--tp 1 splits nothing, and results are as on one device (' passes "tp 1
 passes "tp 2" tensor_parallel --ranks 2 $quick
 passes "tp 3, tied" tensor_parallel --ranks 3 $three --tied $quick
 passes "tp 4, copies of 2 heads" tensor_parallel --ranks 4
+shows "tp 4, copies of 2 heads: its tables" "One block and micro-batch, tp 4:" \
+    "Two blocks of Llama 3 8B, 4,096 tokens, 2 GPUs per node, on the model clock:"
 passes "tp 8, copies of 1 head, AdamW" tensor_parallel --ranks 8 --kv-heads 1 --optimizer adamw \
     --lr 0.001 $quick
 passes "tp 2, dp 3, 3 micro-batches" tensor_parallel --ranks 6 --tp 2 --grad-acc 3 $quick
@@ -33,6 +35,10 @@ verdict='held-out loss' passes "sp 1 trains for real, and its peak is as predict
 passes "sp 2, dp 2, tied" sequence_parallel --tp 2 --tied $quick
 passes "sp 3, uneven rows" sequence_parallel --ranks 3 $three $quick
 passes "sp 4, even rows, full, copies" sequence_parallel --seq 32 --recompute full $quick
+shows "sp 4, even rows, full, copies: its tables" \
+    "One block and micro-batch, tp 4, beside tensor parallelism without sequence parallelism:" \
+    "Shapes on rank 0 in forward, for (b s, h) = (64, 48) and f = 88:" \
+    "What a block of Llama 3 8B keeps for backward, bf16, s = 2,048, t = 4, in s b h bytes:"
 passes "sp 8, fewer rows than ranks" sequence_parallel --ranks 8 --seq 5 --micro-batch 1 $quick
 passes "sp 2, bf16" sequence_parallel --ranks 2 --dtype bf16 --layers 1 --steps 1
 
@@ -41,6 +47,8 @@ passes "peak, sp 4, narrow MLP" sequence_parallel $wide --ffn 8
 passes "peak, tp 4, wide MLP" tensor_parallel $wide --ffn 800
 
 passes "vocab 4, padded" vocab_parallel $quick
+shows "vocab 4, padded: its tables" "The embedding on rank 0, v = 257, for (b s, h) = (62, 48):" \
+    "The loss of 8192 tokens of Llama 3 8B, v = 128256 on 4 ranks, on the model clock of dgx-h100:"
 passes "vocab 3, sp, tied, uneven rows" vocab_parallel --ranks 3 $three --sp --tied $quick
 passes "vocab 2, dp 2, sp, selective" vocab_parallel --tp 2 --sp --recompute selective $quick
 passes "vocab 8, bf16" vocab_parallel --ranks 8 --dtype bf16 --layers 1 --steps 1
@@ -84,6 +92,33 @@ refused "--tp 2 does not divide the 3 ranks; --ranks 4 would fit" tensor_paralle
 refused "--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit" sequence_parallel --dp 3 \
     --tp 2
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" tensor_parallel --dp 3
+if wanted "a picture: each matrix is cut as the chapter says, and covered once"; then
+    run "$build/tensor_parallel" --ranks 4 --tp 4 --heads 4 --kv-heads 4 --ffn 8 --layers 1 --steps 1 \
+        --svg "$work/split.svg" && tests/programs/legible.py "$work/split.svg" >"$out" && [ ! -s "$out" ] &&
+        python3 - "$work/split.svg" >"$out" 2>&1 <<'PYTHON'
+import sys, xml.etree.ElementTree as tree
+svg = '{http://www.w3.org/2000/svg}'
+root = tree.parse(sys.argv[1]).getroot()
+sizes = dict(Wq=(1, 1), Wk=(1 / 4, 1), Wv=(1 / 4, 1), Wo=(1, 1), Wgate=(3.5, 1), Wup=(3.5, 1), Wdown=(1, 3.5))
+parts, found = [], {}
+for mark in root:  # a matrix's parts, by rank, then its name
+    if mark.get('class') == 'part':
+        parts.append([float(mark.get(k)) for k in ('x', 'y', 'width', 'height')])
+    elif mark.tag == svg + 'text' and mark.text in sizes:
+        found[mark.text], parts = parts, []
+assert set(found) == set(sizes), found
+for name, parts in found.items():
+    whole = [96 * side ** 0.5 for side in sizes[name]]  # (out, in)
+    rows = name in ('Wo', 'Wdown')  # shards of inputs, one above the other
+    size = [whole[0], whole[1] / 4] if rows else [whole[0] / 4, whole[1]]
+    assert len(parts) == 4, (name, parts)
+    for rank, part in enumerate(parts):
+        first = [parts[0][0], parts[0][1]]
+        first[rows] += rank * size[rows]
+        assert all(abs(a - b) < 0.2 for a, b in zip(part, first + size)), (name, rank, part, first + size)
+PYTHON
+    report $? "a picture: each matrix is cut as the chapter says, and covered once"
+fi
 refuses "a picture that cannot be drawn is refused before anything runs" \
     "--svg shows a block of Llama 3 8B on 1, 2, 4 or 8 ranks, and --tp is 3" tensor_parallel --ranks 3 $three \
     --svg "$work/tp.svg"

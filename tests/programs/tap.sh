@@ -121,6 +121,17 @@ passes() {
     report $? "$name"
 }
 
+# shows NAME WORDS…: the last run, whose test has a name that NAME begins with, has printed lines that begin
+# with these words: its tables are there.
+shows() {
+    local name=$1 words missing=''
+    shift
+    wanted "$name" || return 0
+    for words in "$@"; do [[ $'\n'$(<"$out") == *$'\n'"$words"* ]] || missing+="; no \"$words\""; done
+    [ -z "$missing" ]
+    report $? "$name$missing"
+}
+
 # one_line STATUS -F|-E WORDS: the last run ended with status 2, and one line on stderr that has the words, or
 # matches the pattern. A thousand runs end like this, so bash checks it itself: each wc and grep takes 2 ms.
 one_line() {

@@ -58,6 +58,11 @@ passes "experts: balance in f16, where the loss is scaled" train_5d --ranks 2 --
     --shown 0 --pp 1 --tp 1 --hidden 64 --seq 64 --dtype f16 --experts 4 --aux-loss 0.1
 passes "16-bit moments with scales: the time of a step does not depend on them" train_5d --ranks 2 --layers 1 \
     --steps 1 --shown 0 --pp 1 --tp 1 --dtype bf16 --fp8 fp8-lm
+# Between a micro-batch's passes a stage attends to others, with other documents.
+for context in ring all-gather ulysses; do
+    passes "documents: pp 2, cp 2, $context" train_5d --ranks 4 --layers 2 --steps 1 --shown 0 --dp 1 --pp 2 \
+        --cp 2 --tp 1 --context $context --documents 32 --schedule afab --grad-acc 2 --seq 64
+done
 passes "documents, which the plan does not know" train_5d --ranks 2 --layers 1 --steps 1 --shown 0 \
     --pp 1 --tp 1 --cp 2 --seq 256 --grad-acc 1 --documents 10
 passes "the plan of 80 layers" train_5d --dry-run --layers 80 --ranks 2 --dp 1 --pp 2 --tp 1

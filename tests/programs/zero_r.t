@@ -8,6 +8,8 @@ verdict='.*1[12] counts as predicted' # one rank alone sends nothing, and has on
 small="--layers 2 --steps 2 --vocab 600"
 
 passes "as it stands" zero_r
+shows "as it stands: its tables" "Activations of rank 0: what it keeps of the blocks' inputs, the most it holds " \
+    "The buffer that gradients are sent from, for a model of 3 blocks and one of 6:"
 awk '/kept, bytes/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 }
     END { exit !(n == 3 && hole[1] > 20 && hole[3] < 1) }' "$out"
 report $? "and a fifth of the heap, or more, is in holes where checkpoints stand anywhere"
@@ -32,6 +34,15 @@ passes "fewer elements than ranks" zero_r --ranks 8 --layers 1 --hidden 6 --head
 run "$build/zero_r" $small --ranks 2 --trace "$work/t.json" &&
     grep -q '"rank 0, model clock' "$work/t.json" && grep -q '"rank 1, model clock' "$work/t.json"
 report $? "one trace has both ranks"
+python3 - "$work/t.json" >"$out" 2>&1 <<'PYTHON'
+import json, sys
+events = json.load(open(sys.argv[1]))['traceEvents']
+begins, ends = ({(e['pid'], e['tid'], e['id']): float(e['ts']) for e in events if e['ph'] == kind}
+                for kind in 'be')
+assert begins and set(begins) == set(ends), (len(begins), len(ends))
+assert all(begins[call] <= ends[call] for call in begins)
+PYTHON
+report $? "one trace has both ranks: each call that begins on the wall clock ends there"
 run "$build/zero_r" --ranks 2 --dtype f64 --buffer-bytes 7
 one_line $? -F '--buffer-bytes 7 is out of bounds'
 report $? "a buffer without room is refused"
