@@ -50,7 +50,7 @@ passes "cp 4, zig-zag chunks of 2 and 1 tokens" expert_parallel --proof-only --l
 layout "f32, DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4 --dtype f32
 
 # ---- two micro-batches in flight ----
-verdict='two micro-batches in flight change no bit'
+verdict='two micro-batches in flight change no bit (exact, 0 bits differ;'
 overlapped() {
     local name=$1
     shift
@@ -59,6 +59,7 @@ overlapped() {
 overlapped "overlapped, ep 2, zero 2, full" --layers 2 --ep 2 --zero 2 --recompute full
 verdict='1 rank splits nothing, and results are as on one device; here some may differ, as the tied weight' \
     overlapped "overlapped, tied, 1 rank" --layers 1 --ranks 1 --ep 1 --tied
+overlapped "overlapped, cp 2, selective" --layers 1 --ep 2 --cp 2 --context ring --recompute selective
 overlapped "overlapped, tp 2, sharded logits of both" --layers 1 --ep 2 --tp 2 --sp --vocab-parallel
 overlapped "overlapped pairs of DualPipe, tp 2, ep 4, zero 3" --layers 2 --ranks 8 --pp 2 --tp 2 --sp \
     --schedule dualpipe --grad-acc 6 --zero 3
@@ -67,7 +68,7 @@ real="--ranks 1 --ep 1 --no-check --layers 2 --seq 8 --steps 2 --sample 8"
 passes "one rank trains for real, zero 2" expert_parallel $real --zero 2
 passes "one rank trains for real, experts drop rows" expert_parallel $real --capacity 1.1
 refused "--init and --resume take the model's shape" expert_parallel --init /tmp --moe deepseek
-verdict='two micro-batches in flight change no bit'
+verdict='two micro-batches in flight change no bit (exact, 0 bits differ;'
 passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1 \
     --network-efficiency 0.98
 shows "overlapped, ep 4, on the model clock: its tables" \

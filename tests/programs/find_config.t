@@ -34,6 +34,21 @@ head -n 3 $csv >"$work/few.csv"
 passes "few published runs" $program --runs "$work/few.csv"
 [ "$(grep -cE ' 0 +- +- +-$' "$out")" = 4 ] && ! grep -q nan "$out"
 report $? "few published runs: no error is shown where there is none"
+if wanted "few published runs, by tokens a second of a GPU"; then
+    python3 - "$work/few.csv" >"$work/rate.csv" <<'PYTHON'
+import csv, sys
+rows = csv.DictReader(open(sys.argv[1]))
+table = csv.DictWriter(sys.stdout, rows.fieldnames)
+table.writeheader()
+for row in rows:
+    tokens = int(row['gbs']) * int(row['seq'])
+    row['tok_s_gpu'], row['step_s'] = repr(tokens / float(row['step_s']) / int(row['n_gpus'])), ''
+    table.writerow(row)
+PYTHON
+    timed() { run "$build/$program" --runs "$1" && grep '%' "$out"; }
+    [ -n "$(timed "$work/few.csv")" ] && [ "$(timed "$work/few.csv")" = "$(timed "$work/rate.csv")" ]
+    report $? "few published runs, by tokens a second of a GPU: as by the seconds of a step"
+fi
 refused "and there are none: --runs must have more than 8 series" $program --runs "$work/few.csv" --fit \
     --fitted "$work/few.h"
 passes "layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree

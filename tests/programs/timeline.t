@@ -17,16 +17,17 @@ report $? "three ranks write a trace"
     [ "$(tail -n 1 "$work/t.json")" = ']}' ] &&
     ! sed '1d;$d' "$work/t.json" | sed '$s/$/,/' | grep -qv '^{"ph":.*},$'
 report $? "it is one list of events"
-[ "$(grep -c '"name":"process_name"' "$work/t.json")" = 6 ] && for rank in 0 1 2; do
-    grep -q "\"pid\":$((2 * rank)),.*\"rank $rank, wall clock\"" "$work/t.json" &&
-        grep -q "\"pid\":$((2 * rank + 1)),.*\"rank $rank, model clock: NVIDIA H100" "$work/t.json" || break
-    for pid in $((2 * rank)) $((2 * rank + 1)); do
-        grep -q "\"X\",\"pid\":$pid,\"tid\":0,.*\"matmul\"" "$work/t.json" &&
-            grep -q "\"pid\":$pid,\"tid\":6,.*\"all_reduce\"" "$work/t.json" || break 2
+lacks=''
+for rank in 0 1 2; do
+    for words in "\"pid\":$((2 * rank)),.*\"rank $rank, wall clock\"" \
+        "\"pid\":$((2 * rank + 1)),.*\"rank $rank, model clock: NVIDIA H100" \
+        "\"X\",\"pid\":"{$((2 * rank)),$((2 * rank + 1))}',"tid":0,.*"matmul"' \
+        "\"pid\":"{$((2 * rank)),$((2 * rank + 1))}',"tid":6,.*"all_reduce"'; do
+        grep -q "$words" "$work/t.json" || lacks+="; no $words"
     done
-    [ $rank = 2 ]
 done
-report $? "with both clocks of each rank, each with its compute and its communication"
+[ "$(grep -c '"name":"process_name"' "$work/t.json")" = 6 ] && [ -z "$lacks" ]
+report $? "with both clocks of each rank, each with its compute and its communication$lacks"
 
 # Pairs of begin and end on the model clock, in order: for each rank, and for the ranks together.
 all_reduces() {
