@@ -8,6 +8,7 @@ export OMP_NUM_THREADS=1
 build=$build/02_zero
 
 passes "1 rank" hybrid_zero --ranks 1 --shard-ranks 0 --layers 1 --steps 2
+passes "2 ranks, each alone" hybrid_zero --ranks 2 --shard-ranks 1 --layers 1 --steps 1
 passes "2 nodes of 2, AdamW, tied" hybrid_zero --ranks 4 --shard-ranks 2 --optimizer adamw --lr 0.001 \
     --tied --layers 2
 passes "3 nodes of 2, 3 micro-batches, full recomputation" hybrid_zero --ranks 6 --shard-ranks 2 \

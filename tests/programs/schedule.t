@@ -135,11 +135,12 @@ for picture in 05_pipeline_parallel/*.svg; do
 done
 [ -z "$bad" ]
 report $? "the page's pictures are those of the program${bad:+, but not$bad}"
-bad='' asked=0
+bad='' asked=0 lines=0
 while read -r file flags; do
     asked=$((asked + 1))
     schedule --schedule $flags --forward 10 --backward 10 --weight 10 </dev/null || bad="$bad $file"
     while IFS= read -r line; do
+        lines=$((lines + 1))
         grep -qxF -- "//     $line" "05_pipeline_parallel/$file.c" || bad="$bad $file:${line%|*}"
     done < <(grep '^rank [0-9] *|' "$out")
 done <<'PICTURES'
@@ -151,7 +152,7 @@ zero_bubble_v zb_v --micro-batches 7
 zero_bubble_auto zb_auto --micro-batches 7 --memory-limit 5
 dualpipe dualpipe --micro-batches 8
 PICTURES
-[ -z "$bad" ] && [ $asked = 7 ]
+[ -z "$bad" ] && [ $asked = 7 ] && [ $lines = 28 ]
 report $? "the pictures in the sources are those of the program, with F = B = W${bad:+, but not$bad}"
 
 passes "a pair that takes less time than any order of its passes" $program --weight 12.5 --pair 24
