@@ -121,9 +121,9 @@ passes() {
     report $? "$name"
 }
 
-# shows NAME WORDS…: the last run, whose test has a name that NAME begins with, has printed lines that begin
+# has_tables NAME WORDS…: the last run, whose test has a name that NAME begins with, has printed lines that begin
 # with these words: its tables are there.
-shows() {
+has_tables() {
     local name=$1 words missing=''
     shift
     wanted "$name" || return 0

@@ -21,12 +21,12 @@ for program in zero1 zero2 zero3; do
         --heads 2 \
         --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2
     case $program in
-        zero1) shows "$program, 6 ranks, some of which own nothing of the head: its tables" \
+        zero1) has_tables "$program, 6 ranks, some of which own nothing of the head: its tables" \
             "Stepped weights, gathered after the step, in it, or in the next forward: no bit may change" \
             "Llama 3 8B, 6 ranks, 16384 tokens on each, on the model clock:" ;;
-        zero2) shows "$program, 6 ranks, some of which own nothing of the head: its further run" \
+        zero2) has_tables "$program, 6 ranks, some of which own nothing of the head: its further run" \
             "With 2 micro-batches and SGD:" ;;
-        zero3) shows "$program, 6 ranks, some of which own nothing of the head: its further run and tables" \
+        zero3) has_tables "$program, 6 ranks, some of which own nothing of the head: its further run and tables" \
             "With 2 micro-batches, SGD and no prefetch:" \
             "Llama 3 8B, 6 ranks, 16384 tokens on each, on the model clock:" \
             "What rank 0 holds at its peak, and sends; Psi = 8.03 B parameters, N = 6 ranks:" \
