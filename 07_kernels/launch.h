@@ -26,7 +26,7 @@ struct Array {
     int64_t count;
 
     explicit Array(int64_t count) : count(count) {
-        const size_t bytes = (size_t)(count + 1) * sizeof(T);
+        const size_t bytes = count > 0 ? (size_t)count * sizeof(T) : 1;  // no room for an overrun
         size_t available = 0, all = 0;
         need_gpu();
         CUDA_CHECK(cudaMemGetInfo(&available, &all));
