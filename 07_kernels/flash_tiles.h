@@ -169,8 +169,9 @@ struct Order {
 // what this one has written is visible to the next after pass_on. In PTX's memory model a fence after a
 // relaxed atomic that reads is an acquire pattern, and one before an atomic that writes a release pattern;
 // the block's barriers extend them to all its threads. A volatile load without a fence would order nothing.
+// The block before this one leaves `mine`, and no other changes it: a larger turn would be somebody else's.
 __device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
-    while (atomicAdd(turn, 0u) < mine) {
+    while (atomicAdd(turn, 0u) != mine) {
     }
     __threadfence();
 }

@@ -15,6 +15,7 @@
 //   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts as
 //     missing, even where a GPU would let the others continue
 //   - more than 60 kB of local memory per thread
+//   - a thread that waits in a loop, by atomics, for a word that no block before it has left so
 //   - an access to the target of a cp.async or TMA copy before the thread has waited for it; a kernel that
 //     ends before one of its copies has arrived
 //   - an mbarrier whose phase can never end; a wgmma without its fence, commit or wait, or whose tiles are

@@ -427,8 +427,28 @@ void memory_check_host(const char *call, const void *address, size_t bytes, cons
           (long)(first - r->start), r->size);
 }
 
+// No other thread runs while one asks for a word again and again, so if the word is not yet what it waits
+// for, it waits forever.
+static void check_wait(const void *address, size_t bytes, const void *site) {
+    enum { FOREVER = 1 << 20 };
+    static struct {
+        const void *address;
+        const Thread *thread;
+        uint64_t value;
+        int times;
+    } last;
+    uint64_t value = 0;
+    memcpy(&value, address, bytes);
+    if (address != last.address || now.thread != last.thread || value != last.value)
+        last = {address, now.thread, value, 0};
+    if (++last.times == FOREVER)
+        broken(site, "waits for a word that stays %llu: what should change it comes later, or never",
+               (unsigned long long)value);
+}
+
 void cuda_atomic(const void *address, size_t bytes) {
     check(ATOMIC, (uintptr_t)address, bytes, __builtin_return_address(0));
+    check_wait(address, bytes, __builtin_return_address(0));
     if (memory_is_device(address)) ask_and_tell((uintptr_t)address);
 }
 

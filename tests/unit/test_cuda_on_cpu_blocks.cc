@@ -169,6 +169,25 @@ static void atomics_race_with_plain_accesses_alone(void **state) {
     FOUND(LAUNCH(readers_then_writer<7>, 1, 64, 0, 0, floats(64)), " of count, which thread ");
 }
 
+__global__ void waits_for_its_turn(unsigned *turn, unsigned step) {
+    while (atomicAdd(turn, 0u) != blockIdx.x) {
+    }
+    atomicAdd(turn, step);
+}
+
+static void run_in_turn(unsigned step) {
+    unsigned *turn = reinterpret_cast<unsigned *>(floats(1));
+    CUDA_CHECK(cudaMemset(turn, 0, sizeof *turn));
+    LAUNCH(waits_for_its_turn, 3, 1, 0, 0, turn, step);
+}
+
+static void a_turn_that_never_comes(void **state) {
+    (void)state;
+    SOUND(run_in_turn(1));
+    FOUND(run_in_turn(2), "kernel waits_for_its_turn, block 1, thread 0, ",
+          "waits for a word that stays 2: what should change it comes later, or never");
+}
+
 // Order is transitive: lane 0 before lane 1, and lane 1 before lane 2, means lane 0 before lane 2.
 template <int CASE>
 __global__ void chain(float *y) {
@@ -286,6 +305,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(races_on_shared_memory),
         cmocka_unit_test(readers_and_a_writer),
         cmocka_unit_test(atomics_race_with_plain_accesses_alone),
+        cmocka_unit_test(a_turn_that_never_comes),
         cmocka_unit_test(order_is_passed_on),
         cmocka_unit_test(a_missing_barrier_in_every_order),
         cmocka_unit_test(unequal_arrival),
