@@ -434,13 +434,15 @@ static void check_wait(const void *address, size_t bytes, const void *site) {
     static struct {
         const void *address;
         const Thread *thread;
+        uint32_t block;
         uint64_t value;
         int times;
     } last;
     uint64_t value = 0;
     memcpy(&value, address, bytes);
-    if (address != last.address || now.thread != last.thread || value != last.value)
-        last = {address, now.thread, value, 0};
+    if (address != last.address || now.thread != last.thread || now.block_start != last.block ||
+        value != last.value)
+        last = {address, now.thread, now.block_start, value, 0};
     if (++last.times == FOREVER)
         broken(site, "waits for a word that stays %llu: what should change it comes later, or never",
                (unsigned long long)value);

@@ -12,7 +12,8 @@ zero3=$build/02_zero/zero3
 # ---- the lesson ----
 
 run "$zero3" --ranks 4
-[ $? = 0 ] && [ "$(wc -l <"$out")" -ge 30 ] && [ "$(wc -l <"$out")" -le 48 ] && [ "$(awk 'length > 108' "$out" | grep -vc '^PASS')" = 0 ]
+[ $? = 0 ] && [ "$(wc -l <"$out")" -ge 30 ] && [ "$(wc -l <"$out")" -le 48 ] &&
+    [ "$(awk 'length > 108' "$out" | grep -vc '^PASS')" = 0 ]
 report $? "zero3 prints $(wc -l <"$out") lines, none wider than 108 columns"
 columns=$(grep -m 1 '^ .*one device .* formula$' "$out" | xargs)
 [ "$columns" = "one device zero2 zero3 formula" ]
