@@ -121,8 +121,8 @@ passes() {
     report $? "$name"
 }
 
-# has_tables NAME WORDS…: the last run, whose test has a name that NAME begins with, has printed lines that begin
-# with these words: its tables are there.
+# has_tables NAME WORDS…: the last run has printed lines that begin with these words, as each of its tables
+# does. NAME begins with the name of that run's test, so that one pattern chooses both.
 has_tables() {
     local name=$1 words missing=''
     shift
