@@ -27,6 +27,15 @@ report $says_why "the log says which test is left out, and why"
     [[ $listed == 'not ok 2 - two|'*red.t*'(Wstat: '*short.t*'(Wstat: '* ]]
 report $? "a program that ran fewer tests than it planned is one more failure, and one left out none: $counts"
 
+if wanted "little shared memory" && private_mounts "little shared memory"; then
+    mkdir "$work/bin" && ln -s /bin/false "$work/bin/make" && ln -s /bin/false "$work/bin/prove"  # if it begins
+    PATH=$work/bin:$PATH run unshare -m --propagation private bash -c \
+        'mount -t tmpfs -o size=64m none /dev/shm && tests/run'
+    one_line $? -F "make test: /dev/shm has 64 MB left, and tests that run at once need 256 MB there" &&
+        [ ! -s "$out" ]
+    report $? "little shared memory: the suite says so, and does not begin"
+fi
+
 # limited LOAD SECONDS: where the machine says that its load is this, a program of so many seconds runs within
 # a limit of one on an idle machine.
 limited() {
