@@ -26,7 +26,7 @@ for word; do [ "\$word" != -c ] || echo compiles >>$work/told; done
 exit 1
 CC
 chmod +x "$bin/no-headers"
-for tool in cat cmp find grep mkdir rm sed; do ln -s "$(type -P $tool)" "$bin/"; done
+for tool in cat cmp find grep mkdir mv rm sed; do ln -s "$(type -P $tool)" "$bin/"; done
 makes() {  # makes GOALS…: on a machine without a compiler and perl
     : >"$work/told"
     run env PATH="$bin" "$(type -P make)" -j2 CC=no-headers BUILD="$work/build" "$@"
