@@ -21,17 +21,6 @@ passes() {
     report $? "$name"
 }
 
-# prints NAME LINE…: the output of the last run has each LINE, up to white space.
-prints() {
-    local name=$1 line missing=''
-    shift
-    for line in "$@"; do
-        sed 's/  */ /g; s/^ //; s/ $//' "$out" | grep -qxF -e "$line" || missing="$missing '$line'"
-    done
-    [ -z "$missing" ]
-    report $? "$name${missing:+: not$missing}"
-}
-
 passes "collectives, 3 ranks" collectives --sleep 0.1
 prints "reduce and all_reduce end in the playbook's numbers" \
     '0 1 1 1 1 1 -> 6 6 6 6 6' '1 2 2 2 2 2 -> 2 2 2 2 2' \

@@ -29,12 +29,12 @@ done <<'LENGTHS'
 8 31
 LENGTHS
 passes "ring 4, SGD over 3 steps" ring_attention
-has_tables "ring 4, SGD over 3 steps: its tables" \
+prints "ring 4, SGD over 3 steps: its tables" \
     "Attention of one layer of Llama 3 8B, 1,024 tokens on each of 4 ranks, by the formulas of the file:" \
-    "forward of a zig-zag ring, 16384 tokens on each rank: it takes " \
+    "forward of a zig-zag ring, 16384 tokens on each rank: it takes …" \
     "attention in bf16 against f64: on 4 ranks its error is 1.00 times that of one, expected 1.5 or less"
 passes "zigzag, with its tables" zigzag_ring_attention $one
-has_tables "zigzag, with its tables: all of them" \
+prints "zigzag, with its tables: all of them" \
     "Which hop computes a block of scores (rows: queries, columns: keys, 16 chunks of each):" \
     "Attention of one layer of Llama 3 8B, 1,024 tokens on each of 8 ranks, by the formulas of the file:" \
     "Score entries of a head, s = 64 on 8 ranks:" \
@@ -57,11 +57,11 @@ passes "memory on 3 ranks, which share no power of two evenly" all_gather_attent
 passes "zigzag 8, fewer tokens than chunks" ring_attention --context zigzag --ranks 8 --seq 9 $one
 passes "ring 8, striped, a token each" ring_attention --ranks 8 --layout striped --seq 8 $one
 passes "all-gather 3, striped" all_gather_attention --ranks 3 --layout striped $quick
-has_tables "all-gather 3, striped: its table" \
+prints "all-gather 3, striped: its table" \
     "Attention of one layer of Llama 3 8B, 1,024 tokens on each of 3 ranks, by the formulas of the file:"
 passes "ulysses 4, zig-zag tokens" ulysses --layout zigzag $quick
 passes "ulysses 4, as many key heads as heads" ulysses --kv-heads 8 $quick
-has_tables "ulysses 4, as many key heads as heads: its table" \
+prints "ulysses 4, as many key heads as heads: its table" \
     "Attention of one layer of Llama 3 8B, 1,024 tokens on each of 4 ranks, by the formulas of the file:"
 
 # documents end at line ends, at spaces, nowhere

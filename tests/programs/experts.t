@@ -97,11 +97,11 @@ for ranks in 2 4 6 8; do
     passes "ep $ranks of $ranks ranks" expert_parallel --ranks $ranks --ep $ranks --experts 24 $one
 done
 passes "ep 2 of 4 ranks, SGD over 3 steps" expert_parallel
-has_tables "ep 2 of 4 ranks, SGD over 3 steps: its tables" \
+prints "ep 2 of 4 ranks, SGD over 3 steps: its tables" \
     "Rows by the rank that has the token, and the rank whose experts it takes:" \
     "A block of Mixtral 8x7B, 4096 tokens a rank, ep 2, equally many rows to each expert:" \
     "The same where all logits are equal, and every token takes the first 2 experts:" \
-    "  the busiest rank computes 2.00 times the mean"
+    "the busiest rank computes 2.00 times the mean"
 if wanted "ep 2 of 4 ranks, all in one node"; then  # in the run above
     awk '/^  all in one node/ { node = $NF } /^  one GPU per node/ { network = $NF }
          END { exit !(node > 0 && node < network / 2) }' "$out"
@@ -135,7 +135,7 @@ passes "ep 2, f32" expert_parallel --dtype f32 $quick
 # trained only once: the flags of the run that is compared with one device do not change it ----
 verdict='experts are balanced over ranks'
 passes "balance, 4 ranks, SGD over 3 steps" load_balance
-has_tables "balance, 4 ranks, SGD over 3 steps: its tables" \
+prints "balance, 4 ranks, SGD over 3 steps: its tables" \
     "On a planted corpus of few tokens, one device, 120 steps; of the last 40:" \
     "Busiest expert / mean in single steps:"
 passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 \

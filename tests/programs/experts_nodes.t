@@ -8,7 +8,7 @@ build=$build/06_expert_parallel
 verdict='tokens sent in two hops reproduce the single-device step'
 
 passes "4 nodes of 2; bytes; one node gets all; two in flight" node_limited_routing --layers 1 --steps 1
-has_tables "4 nodes of 2; bytes; one node gets all; two in flight: its tables" \
+prints "4 nodes of 2; bytes; one node gets all; two in flight: its tables" \
     "A step of all ranks, 4 nodes of 2; a token takes 4 experts in at most 2 nodes:"
 if wanted "4 nodes of 1, two copies"; then
     run "$build/node_limited_routing" --layers 1 --steps 1 --ranks 4 --ep 2 --gpus-per-node 1 \

@@ -48,7 +48,8 @@ for row in rows:
     table.writerow(row)
 PYTHON
     timed() { run "$build/$program" --runs "$1" && grep '%' "$out"; }
-    [ -n "$(timed "$work/few.csv")" ] && [ "$(timed "$work/few.csv")" = "$(timed "$work/rate.csv")" ]
+    by_seconds=$(timed "$work/few.csv")
+    [ -n "$by_seconds" ] && [ "$by_seconds" = "$(timed "$work/rate.csv")" ]
     report $? "few published runs, by tokens a second of a GPU: as by the seconds of a step"
 fi
 refused "and there are none: --runs must have more than 8 series" $program --runs "$work/few.csv" --fit \

@@ -20,7 +20,7 @@ verdict='--tp 1 splits nothing, and results are as on one device (' passes "tp 1
 passes "tp 2" tensor_parallel --ranks 2 $quick
 passes "tp 3, tied" tensor_parallel --ranks 3 $three --tied $quick
 passes "tp 4, copies of 2 heads" tensor_parallel --ranks 4
-has_tables "tp 4, copies of 2 heads: its tables" "One block and micro-batch, tp 4:" \
+prints "tp 4, copies of 2 heads: its tables" "One block and micro-batch, tp 4:" \
     "Two blocks of Llama 3 8B, 4,096 tokens, 2 GPUs per node, on the model clock:"
 passes "tp 8, copies of 1 head, AdamW" tensor_parallel --ranks 8 --kv-heads 1 --optimizer adamw \
     --lr 0.001 $quick
@@ -35,7 +35,7 @@ verdict='held-out loss' passes "sp 1 trains for real, and its peak is as predict
 passes "sp 2, dp 2, tied" sequence_parallel --tp 2 --tied $quick
 passes "sp 3, uneven rows" sequence_parallel --ranks 3 $three $quick
 passes "sp 4, even rows, full, copies" sequence_parallel --seq 32 --recompute full $quick
-has_tables "sp 4, even rows, full, copies: its tables" \
+prints "sp 4, even rows, full, copies: its tables" \
     "One block and micro-batch, tp 4, beside tensor parallelism without sequence parallelism:" \
     "Shapes on rank 0 in forward, for (b s, h) = (64, 48) and f = 88:" \
     "What a block of Llama 3 8B keeps for backward, bf16, s = 2,048, t = 4, in s b h bytes:"
@@ -47,7 +47,7 @@ passes "peak, sp 4, narrow MLP" sequence_parallel $wide --ffn 8
 passes "peak, tp 4, wide MLP" tensor_parallel $wide --ffn 800
 
 passes "vocab 4, padded" vocab_parallel $quick
-has_tables "vocab 4, padded: its tables" "The embedding on rank 0, v = 257, for (b s, h) = (62, 48):" \
+prints "vocab 4, padded: its tables" "The embedding on rank 0, v = 257, for (b s, h) = (62, 48):" \
     "The loss of 8192 tokens of Llama 3 8B, v = 128256 on 4 ranks, on the model clock of dgx-h100:"
 passes "vocab 3, sp, tied, uneven rows" vocab_parallel --ranks 3 $three --sp --tied $quick
 passes "vocab 2, dp 2, sp, selective" vocab_parallel --tp 2 --sp --recompute selective $quick

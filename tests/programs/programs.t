@@ -38,17 +38,17 @@ run "$build/memory" --layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 32 --voc
     grep -A 1 '"parameters"' "$work/padded.json" | grep -q $((4 * (2 * 129 * 32 + 32 + 64 + 7 * 32 * 32 / 2)))
 report $? "memory of a vocabulary that --tp pads"
 if wanted "memory, a block's tensors"; then
-    sums=''
+    bad=''
     for recompute in none selective full; do
         run "$build/memory" --tensors --recompute $recompute && awk '
             BEGIN { unit["B"] = 1; unit["kB"] = 1e3; unit["MB"] = 1e6 }
             !$0 { listed = 0 }
             listed { sum += $(NF - 1) * unit[$NF]; rows++ }
             /^  one block keeps / { listed = 1; all = $4 * unit[$5] }
-            END { exit !(all > 0 && rows >= 1 && sum > 0.99 * all && sum < 1.01 * all) }' "$out" && sums+=1
+            END { exit !(all > 0 && rows >= 1 && sum > 0.99 * all && sum < 1.01 * all) }' "$out" || bad="$bad $recompute"
     done
-    [ "$sums" = 111 ]
-    report $? "memory, a block's tensors add up to what it keeps"
+    [ -z "$bad" ]
+    report $? "memory, a block's tensors add up to what it keeps${bad:+, but not with recompute$bad}"
 fi
 if wanted "memory --claims"; then
     run "$build/memory" --claims && rows=$(sed '1,/^claim  /d' "$out" | grep -cE '^ {2,3}[0-9]+  ') &&

@@ -121,15 +121,21 @@ passes() {
     report $? "$name"
 }
 
-# has_tables NAME WORDS…: the last run has printed lines that begin with these words, as each of its tables
-# does. NAME begins with the name of that run's test, so that one pattern chooses both.
-has_tables() {
-    local name=$1 words missing=''
+# prints NAME LINE…: the output of the last run has each LINE, up to white space; one that ends with "…" is
+# the beginning of a line.
+prints() {
+    local name=$1 line text missing=''
     shift
     wanted "$name" || return 0
-    for words in "$@"; do [[ $'\n'$(<"$out") == *$'\n'"$words"* ]] || missing+="; no \"$words\""; done
+    text=$'\n'$(sed 's/  */ /g; s/^ //; s/ $//' "$out")$'\n'
+    for line in "$@"; do
+        case $line in
+            *…) [[ $text == *$'\n'"${line%…}"* ]] ;;
+            *) [[ $text == *$'\n'"$line"$'\n'* ]] ;;
+        esac || missing="$missing '$line'"
+    done
     [ -z "$missing" ]
-    report $? "$name$missing"
+    report $? "$name${missing:+: not$missing}"
 }
 
 # one_line STATUS -F|-E WORDS: the last run ended with status 2, and one line on stderr that has the words, or
