@@ -56,7 +56,7 @@ double memory_rank_parameters(const MemoryPlan *plan) {
     double tp = (double)plan->tp, rows = (double)c->vocab / (plan->whole_vocabulary ? 1 : tp);
     double vocabulary = (c->tied ? 1 : 2) * h * ceil(rows);
     double attention = 2 * h * q_width(plan) + 2 * h * kv;
-    double sharded = attention + (plan->gpt ? 2 * h * f + h + 2 * kv + f : 3 * h * f);
+    double sharded = attention + (plan->gpt ? 2 * h * f + q_width(plan) + 2 * kv + f : 3 * h * f);
     double whole = plan->gpt ? 6 * h : 2 * h + routed;
     return vocabulary + L * sharded / tp + L * whole + (plan->gpt ? 2 : 1) * h;
 }

@@ -2,14 +2,14 @@
 // Playbook: "High level overview" (the widget), "Memory usage in Transformers", "ZeRO".
 //
 // Nothing changes from train.c: this predicts its memory, and --measure compares the prediction with a real
-// step, to the byte. Every run checks the formulas against the playbook's figures; --claims shows them.
+// step, to the byte. Every run checks the formulas against published figures; --claims shows them.
 //
 //     bytes on one rank = parameters + gradients + optimizer + L x (kept by a block) + (inputs and head)
 //
 // Bytes sent: none. Memory per rank: what it prints, sharded by --tp, --sp, --dp and --zero.
 // Run: build/00_single_gpu/memory --model llama-3-8b --dtype bf16 --tp 8 --sp --dp 8 --zero 1
 //      build/00_single_gpu/memory --measure --recompute selective     (--dry-run: any size, on any machine)
-// Last line: PASS memory: 32 figures of the playbook reproduced; a step allocates what is predicted …
+// Last line: PASS memory: 32 published figures reproduced; with --measure: … the predicted bytes exactly
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -135,7 +135,7 @@ static void claim_zero(Claims *claims) {
         claim(claims, 14, on_64[zero], memory_states_bytes(&need) / 1e9, "GB",
               "states of 7.5B parameters on 64 ranks, k = 12, ZeRO-%d", zero);
     }
-    // These figures assume k = 8: f32 master weights, but m and v in bf16.
+    // Of a lecture, which counts 12 bytes per parameter in all: with 2 of weights and 2 of gradients, k is 8.
     static const char *const on_8[] = {"6.66", "16", "24.62", "53.33"};
     for (int zero = 0; zero <= 3; zero++) {
         MemoryPlan plan = {.model.dtype = BF16, .zero = zero, .optimizer_bytes = 8, .tp = 1, .dp = 8};
@@ -338,7 +338,7 @@ int main(int argc, char **argv) {
     print_sweep(&plan);
     if (measured) measure(&plan, dry_run);
     int count = claim_all(claims);
-    return report_verdict("%d figures of the playbook reproduced%s", count,
+    return report_verdict("%d published figures reproduced%s", count,
                           measured ? "; a step allocates the predicted bytes exactly" : "");
 }
 #endif

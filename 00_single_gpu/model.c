@@ -2,7 +2,7 @@
 //
 // The table is the only place that describes a weight: its Hugging Face name, its shape (out, in), its role
 // in the model, whether it decays, how it is initialized. Every rank lists all weights; techniques then say
-// what stays on a rank. A unit is what one parameter collective moves: the embedding, each block, and the
+// what stays on a rank. A unit is what one all-gather of weights moves: the embedding, each block, and the
 // head.
 //
 //   parameters  (2 v h, or v h if tied) + L (2 h a d + 2 h kv d + 3 h f + 2 h) + h

@@ -123,7 +123,7 @@ static double dry_peak(const Trainer *t) {
 
 // Peak bytes by kind over the steps, checked against the formulas.
 static void check_memory(const Trainer *t, const Price *price, const Memory *memory) {
-    say("\nmemory at its peak: %s, of these", bytes_text((double)memory->peak_total));
+    say("\nmemory at its peak: %s; each kind at its own peak:", bytes_text((double)memory->peak_total));
     const MemoryKind kinds[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_OPTIMIZER};
     static const char *const names[] = {"parameters", "gradients", "optimizer"};
     for (int i = 0; i < 3; i++) {

@@ -3,7 +3,8 @@
 //
 // Changes from zero3.c: the model is sharded over K neighbouring ranks (--shard-ranks) instead of all N,
 // and each of the N / K groups holds a replica. Weights are gathered and gradients reduced over the fast
-// links of a node. Only one all-reduce per step and shard crosses nodes, among the ranks that hold it:
+// links of a node. As in MiCS, only one all-reduce per step and shard crosses nodes, among the ranks that
+// hold it (FSDP makes one per micro-batch, unless it is told to wait for the last):
 //
 //                        node 0              node 1
 //     shards of a unit   [0] [1] [2] [3]     [0] [1] [2] [3]

@@ -14,8 +14,9 @@
 // Bytes sent per rank, layer and micro-batch, (N - 1) / N times the following; n = b s / N, kv' = max(kv, N):
 //     forward     n d e (2 a + 2 kv')                              e bytes an element, 4 a sum (f64: 8)
 //     backward    n (d e (3 a + 4 kv') + 4 a + 2 d (4 - e) kv')    the last term only if heads have copies
-// For a given n this hardly grows up to N = kv, while the ring's (N - 1) n 2 kv d e does; beyond, copies of K
-// and V are sent as well. Messages: 4 b all-to-alls forward and 8 b backward, each waited for at once.
+// For a given n this grows with (N - 1) / N up to N = kv, and the ring's (N - 1) n 2 kv d e with N - 1;
+// beyond, copies of K and V are sent as well. Messages: 4 b all-to-alls forward and 8 b backward, each waited
+// for at once.
 // Memory per rank: a second copy of q, k, v and o while attention computes with them.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
 // Last line: PASS ulysses: ranks that split the heads reproduce the single-device step …

@@ -10,9 +10,10 @@
 //         F: chunk_forward    B: chunk_backward_input    W: chunk_backward_weight    BW: both
 //         send its output
 //
-// Nothing can deadlock: the messages of a step have one order, by a clock on which every pass takes one unit,
-// and each rank starts its own messages in this order. Take the first message that has not ended. Everything
-// that its sender and receiver wait for before they start it has ended, so both start it, and it ends.
+// Nothing can deadlock: the messages of a step have one order, by a clock on which F, B and W take one unit
+// and BW two, and each rank starts its own messages in this order. Take the first message that has not ended.
+// Everything that its sender and receiver wait for before they start it has ended, so both start it, and it
+// ends.
 //
 // With this chapter's schedules, where W runs in the order of micro-batches on every stage, no bit differs
 // from one device, except where gradients of two copies of a weight are summed (tied embeddings, DualPipe).

@@ -40,7 +40,7 @@ typedef struct Message {
     int order;  // among those of one rank that are sent at the same time
     StagePass pass;
 } Message;
-extern const Durations pipeline_unit_times;  // every F, B and W takes 1
+extern const Durations pipeline_unit_times;  // every F, B and W takes 1, BW and a pair 2
 // All messages of a step, in an order that is the same on every rank: by time, then by rank. The caller frees
 // them.
 Message *pipeline_messages(const Schedule *schedule, const ScheduleTimes *times, int *count);

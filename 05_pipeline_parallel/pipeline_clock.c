@@ -3,7 +3,7 @@
 // By the schedule's own clock a message leaves when its pass ends, and arrives a hop later. In a run it
 // leaves when both ends have started it; and on each rank the messages of one direction, sent and received,
 // run one after another, in the order in which the rank started them. Receives are started early enough if
-// every pass takes one unit and a hop no time (pipeline.c); with real durations that may be too late:
+// every F, B and W takes one unit and a hop no time (pipeline.c); with real durations that may be too late:
 //
 //     rank 2  [B0][B1][B2]            rank 1 starts to receive the output of rank 2's B1 when its own B0 has
 //     rank 1     .[B0]..[B1]..[B2]    ended, after the send of that B0's output: it waits for two hops (.)

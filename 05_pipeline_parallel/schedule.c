@@ -14,8 +14,8 @@
 // zero_bubble.c, zero_bubble_v.c, zero_bubble_auto.c, dualpipe.c, dualpipe_v.c. Each is one function that
 // fills the lists.
 // Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 8
-//      without --schedule: the table of all of them, held against their papers' formulas
-// Last line: PASS schedule: every schedule is sound, and costs what its paper says …
+//      without --schedule: the table of all of them, held against closed formulas
+// Last line: PASS schedule: every schedule is sound, and costs what its formula says …
 #include "schedule.h"
 
 #include <stdlib.h>

@@ -246,7 +246,7 @@ const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish);
 
 // ---- the table of all, beside formulas: schedule_table.c ----
 
-// The bubble of a step, and of a period, by the papers' formulas; NAN if their conditions are not met.
+// The bubble of a step, and of a period, by closed formulas; NAN if their conditions are not met.
 double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish);
 double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish);
 // A lower bound of the bubble for any order of F, B and W in which each rank has one stage and holds no more

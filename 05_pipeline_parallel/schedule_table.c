@@ -1,9 +1,10 @@
-// schedule_table.c: the table of all schedules, each compared with its paper's formulas. Playbook: "Pipeline
+// schedule_table.c: the table of all schedules, each compared with closed formulas. Playbook: "Pipeline
 // Parallelism" to "Zero Bubble and DualPipe".
 //
-// A formula is what the playbook or a paper gives for any p, m, v, F, B and W. It holds under conditions,
-// which are written beside it; it is NAN if they are not met. The clock uses no formula; where there is one,
-// both must agree to the last digit.
+// A formula is for any p, m, v, F, B and W: the playbook's or a paper's; where theirs holds only for equal
+// times, or is off by a few passes (DualPipe), it is this book's own. It holds under conditions, which are
+// written beside it, and is NAN if they are not met. The clock uses no formula; where there is one, both must
+// agree to the last digit.
 #include <math.h>
 #include <stdlib.h>
 
@@ -300,5 +301,5 @@ int schedule_table(Durations d) {
     for (int kind = 0; kind < SCHEDULE_KINDS; kind++)
         for (int p = 2; p <= 3; p++)
             for (int m = 1; m <= 3; m++) search_row((ScheduleKind)kind, p, m, d);
-    return report_verdict("every schedule is sound, and costs what its paper says");
+    return report_verdict("every schedule is sound, and costs what its formula says");
 }

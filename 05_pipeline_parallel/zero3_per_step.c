@@ -15,9 +15,9 @@
 // Bytes sent per rank and step, whatever m is: (N - 1) / N (g Psi + e Psi), where Psi is the number of
 // parameters in its stages, with e bytes per weight, g per gradient and k of optimizer state; with zero3.c
 // about m (N - 1) / N (g Psi + 2 e Psi).
-// Memory per rank: e Psi / N + e Psi, g Psi / N + g Psi (and a unit of 16-bit gradients), k Psi / N: within a
-// step as much as ZeRO-1, between steps an N-th of it. This file has no main: the chapter's programs list it,
-// with --zero 3.
+// Memory per rank: e Psi / N + e Psi, g Psi / N + g Psi (and a unit of 16-bit gradients), k Psi / N. ZeRO-1
+// has e Psi, g Psi and k Psi / N: within a step this is (e + g) Psi / N more, and between steps only an N-th
+// of its weights and gradients. This file has no main: the chapter's programs list it, with --zero 3.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

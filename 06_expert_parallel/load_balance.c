@@ -13,10 +13,11 @@
 //                       experts are chosen; after a step it goes up by U if the expert got fewer tokens than
 //                       the mean, and down by U if it got more. It adds no loss and has no gradient
 //
-// Both losses are means over all sequences of the global batch, so accumulation, data and expert parallelism
-// do not change them; the loss that is printed is the cross-entropy without them. The bias counts the tokens
-// of all ranks, once for each micro-batch, even where recomputation routes twice, and moves after a step that
-// float16 skips as well (as in Megatron-LM); it is no weight, and checkpoints do not hold it.
+// Both losses are means over all sequences of the global batch, so accumulation, data and expert
+// parallelism do not change them; the loss that is printed is the cross-entropy without them. The bias
+// counts the tokens of all ranks, once for each micro-batch, even where recomputation routes twice, and
+// moves after a step that float16 skips as well (as in Megatron-LM). It is no weight: this book's
+// checkpoints, which have Mixtral's format, do not hold it (DeepSeek-V3's do).
 // Bytes sent per step: an all-reduce of L e counts in f64. Memory per rank: L e biases.
 // Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)
 // Last line: PASS load_balance: experts are balanced over ranks as on one device …

@@ -8,11 +8,12 @@
 //     compute   |attn a|attn b|experts a|experts b|attn a|attn b|          a, b: micro-batches
 //     network          |disp a|disp b   |comb a   |comb b|disp a|
 //
-// The BW of one micro-batch runs beside the F of the next but one (F&B in the paper), since two forwards have
-// too little compute to hide each other's all-to-alls; only the first two F, and the last two BW, run
-// together. In a pipeline the two are DualPipe's pairs. Each weight's gradient is summed in the same order as
-// without overlap: no bit changes. Passes yield before they wait, and before, amid or after computing.
-// Neither a clock nor a count of rows decides which one runs next, so all ranks switch at the same calls.
+// The BW of one micro-batch runs beside the F of the next but one (F&B in the paper), since across nodes
+// two forwards have too little compute to hide each other's all-to-alls; only the first two F, and the last
+// two BW, run together. In a pipeline the two are DualPipe's pairs. Each weight's gradient is summed in the
+// same order as without overlap: no bit changes. Passes yield before they wait, and before, amid or after
+// computing. Neither a clock nor a count of rows decides which one runs next, so all ranks switch at the
+// same calls.
 //
 // Bytes sent: as in expert_parallel.c. Memory per rank: activations of two micro-batches.
 // Run: build/06_expert_parallel/overlapped_experts   (--ranks 8 --pp 2 --schedule dualpipe --grad-acc 4 …)

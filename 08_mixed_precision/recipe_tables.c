@@ -127,7 +127,8 @@ static void show_outliers(void) {
 
 // ---- long sums ----
 
-// The error of the sum alone, in a product with k terms of one sign, as for gradients of weights.
+// The error of the sum alone, over k products of elements with mean 1 and deviation 1: the sum grows with k,
+// and what is small beside it is lost.
 static double sum_error(int64_t k, CodesSum sum, double *bias) {
     enum { SIDE = 24 };
     Tensor x = random_matrix(SIDE, k, 21, 1, 0), w = random_matrix(SIDE, k, 22, 1, 0);

@@ -192,7 +192,7 @@ row() {
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' \
         'beyond the node'
-    row 23 '… 43% from one node to two, where pp loses 14% (claim 29)' find_config '--rules' \
+    row 23 '… 43% from one node to two, where pp loses less (14%: claim 29)' find_config '--rules' \
         'from one node to two: tp'
     row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' \
         'exposes .* of what tp does'
@@ -242,7 +242,8 @@ row() {
     row 32 'below 10B: a single technique on 8 GPUs' find_config '--rules' 'holds: below 10B'
     row 32 '10B to 100B: TP=8 with PP, TP=8 with ZeRO-3, or ZeRO-3 alone' find_config '--rules' \
         'holds: 10B to 100B'
-    row 32 'from 512 GPUs on combine ZeRO-3 with TP or PP' find_config '--rules' 'holds: at 512 GPUs'
+    row 32 'from 512 GPUs on combine ZeRO-3 with TP or PP (1M tokens a step; with 4M, ZeRO-3 alone is fastest)' \
+        find_config '--rules' 'holds: at 512 GPUs'
     row 32 'from 1024 on TP=8, ZeRO-2 and PP' find_config '--rules' 'holds: at 1024 GPUs'
     row 32 'very long sequences: CP …' find_config '--rules' 'holds: very long sequences'
     row 32 '… across nodes' find_config '--rules' 'holds: ... across nodes'

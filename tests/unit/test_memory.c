@@ -59,6 +59,10 @@ static void gpt_parameters_match_the_playbook(void **state) {
     MemoryPlan plan = gpt_plan();
     double h = 48, v = 320, L = 3;
     assert_near("small", memory_rank_parameters(&plan), h * v + L * (12 * h * h + 13 * h) + 2 * h);
+    // Heads of 10, not 48 / 8: Q, K and V have 80 rows each with a bias, and the output matrix 80 columns.
+    plan.model.head_size = 10;
+    assert_near("wide heads", memory_rank_parameters(&plan),
+                h * v + L * (4 * 80 * h + 3 * 80 + 8 * h * h + 10 * h) + 2 * h);
     plan.model = gpt3_175b();
     Config named = preset("gpt-3-175b", NULL);
     assert_int_equal(named.layers, plan.model.layers);
