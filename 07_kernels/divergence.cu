@@ -11,8 +11,10 @@
 //
 //     branch by lane       2 K instructions, in each of which half of the lanes are active
 //     branch by warp       a warp takes elements of one kind: K, but loads and stores are 8 sectors, not 4
-//     factored out         only z depends on the lane, and choosing it needs no branch: K, and 4 sectors.
-//                          nvcc may do this by itself where both sides end in the same code, as here
+//     factored out         only z depends on the lane, and choosing it needs no branch: K, and 4 sectors
+//
+// nvcc does the last by itself where both sides of a branch end in the same code. So that the first two show
+// what sides that differ cost, end_of_side makes theirs differ.
 //
 // The other example is a loop of 8 to 256 iterations, depending on the element: a warp runs until its last
 // lane is done. If elements are distributed so that the lanes of a warp need equally many iterations, a warp
@@ -22,6 +24,7 @@
 // formulas.
 // Run: build/07_kernels/divergence           (--gpu a100, --verbose)
 // Last line: PASS divergence: a branch by lane costs 2.00 times the instructions of one by warp …
+#include "cuda/instructions.h"
 #include "launch.h"
 
 enum { BLOCK = 256, DEGREE = 256, TURNS = 8 };
@@ -40,8 +43,8 @@ __global__ void __launch_bounds__(BLOCK) branch_by_lane(float *y, const float *x
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     float z = x[i];
-    if (i % 2) z = p(A * z);
-    else z = p(B * z);
+    if (i % 2) z = p(A * z), end_of_side<1>();
+    else z = p(B * z), end_of_side<2>();
     y[i] = z;
 }
 
@@ -51,8 +54,8 @@ __global__ void __launch_bounds__(BLOCK) branch_by_warp(float *y, const float *x
     int64_t i = t < half ? 2 * t : 2 * (t - half) + 1;
     if (i >= n) return;
     float z = x[i];
-    if (i % 2) z = p(A * z);
-    else z = p(B * z);
+    if (i % 2) z = p(A * z), end_of_side<1>();
+    else z = p(B * z), end_of_side<2>();
     y[i] = z;
 }
 

@@ -19,13 +19,16 @@
 
 #include <cuda_runtime.h>
 
-// The check detects a launch that could not start; an error inside a kernel is returned by a later call.
-#define LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                        \
-    do {                                                                                              \
-        kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__);                                   \
-        cudaError_t status_ = cudaGetLastError();                                                     \
-        CHECK(status_ == cudaSuccess, "the kernel %s could not start (%s:%d): %s", #kernel, __FILE__, \
-              __LINE__, cudaGetErrorString(status_));                                                 \
+// The check detects a launch that could not start. An error inside a kernel is returned by a later call, which
+// may be the next launch.
+#define LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                         \
+    do {                                                                                               \
+        kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__);                                    \
+        cudaError_t status_ = cudaGetLastError();                                                      \
+        CHECK(status_ == cudaSuccess,                                                                  \
+              "the kernel %s could not start, or one before it failed (%s:%d): %s; compute-sanitizer " \
+              "in front of the command names a kernel that failed",                                    \
+              #kernel, __FILE__, __LINE__, cudaGetErrorString(status_));                               \
     } while (0)
 
 // All kernels of a file share one array under one name, so its type cannot differ between them: it is bytes.

@@ -104,6 +104,12 @@ __device__ __forceinline__ void add_without_reading(float *address, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(x) : "memory");
 }
 
+// No instruction: a comment in the PTX, which keeps nvcc from merging the two sides of a branch.
+template <int SIDE>
+__device__ __forceinline__ void end_of_side() {
+    asm volatile("// side %0" ::"n"(SIDE));
+}
+
 #else
 
 void cuda_mma(float *d, const uint32_t *a, const uint32_t *b, float (*widen)(uint16_t), const char *file,
@@ -135,6 +141,9 @@ __forceinline__ void cp_async_wait() {
     cuda_cp_async_wait(PENDING);
 }
 static __forceinline__ void add_without_reading(float *address, float x) { atomicAdd(address, x); }
+
+template <int SIDE>
+static __forceinline__ void end_of_side() {}
 
 #endif
 #endif

@@ -365,7 +365,8 @@ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
 // ---- host code ----
 
 #ifdef __CUDACC__
-// A function of the driver, which no library exports. It is looked up only once, as every launch makes maps.
+// A function of the driver, which the runtime's library does not export. It is looked up only once, as every
+// launch makes maps.
 static inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     static void *encode = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;

@@ -165,6 +165,13 @@ orders "dQ is added without a branch between" flash_attention_3_backward attenti
 orders "what is in C is loaded at once" hopper_fp8 matmul 8 'l{30}'
 orders "what is in dx' is loaded at once" fused_norm norm_backward 6 '\|[^s|]*l{8}'
 orders "what is in dQ is loaded at once" flash_attention_2_tensor_backward Li128E5Heads 4 'l{12}'
+# What the table says of a branch is true of a GPU only if nvcc has left both sides: 256 steps each.
+if wanted "divergence: nvcc keeps both sides of the branch"; then
+    run "$nvcc" -std=c++17 -O3 -fmad=false -Icommon -I. -I07_kernels -arch=sm_90a -ptx \
+        -o "$work/divergence.ptx" 07_kernels/divergence.cu &&
+        [ "$(awk '/entry/ { f = /branch_by_lane/ } f && /fma/' "$work/divergence.ptx" | wc -l)" = 512 ]
+    report $? "divergence: nvcc keeps both sides of the branch"
+fi
 # The table of the book's kernels has products that no program runs: transposed, and adding.
 if wanted "coarsening: no product of the book's table spills"; then
     {
