@@ -62,7 +62,10 @@ static inline void shuffle(std::vector<Token> *tokens, int stream) {
 static inline std::vector<Token> tokens_of_sample(int mask, bool keys, int64_t tile, int sample) {
     const int64_t chunk = tile + 3;
     std::vector<Token> all = packed_tokens(4 * chunk, tile, 20 + sample);
-    if (mask == ZIG_ZAG) {
+    if (mask == PACKED && sample == 0) {
+        // One document has all keys of the first tile and ends amid a later tile of queries.
+        for (Token &t : all) t.document = t.position < tile * 3 / 2 + 5 ? 0 : t.document + 1;
+    } else if (mask == ZIG_ZAG) {
         std::vector<Token> own;
         for (int64_t c : {keys == !sample ? 0 : 1, keys == !sample ? 3 : 2})
             own.insert(own.end(), all.begin() + c * chunk, all.begin() + (c + 1) * chunk);

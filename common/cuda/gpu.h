@@ -19,8 +19,8 @@
 
 #include <cuda_runtime.h>
 
-// The check detects a launch that could not start. An error inside a kernel is returned by a later call, which
-// may be the next launch.
+// The check detects a launch that could not start. An error inside a kernel is returned by a later call,
+// which may be the next launch.
 #define LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                         \
     do {                                                                                               \
         kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__);                                    \

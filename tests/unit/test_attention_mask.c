@@ -51,6 +51,22 @@ static void masks_count_what_is_seen(void **state) {
     }
 }
 
+// Keys before all queries are seen by all of them only if both tiles have tokens of one document.
+static void full_tiles_have_one_document(void **state) {
+    (void)state;
+    const struct {
+        TileBounds q, k;
+        TileState expected;
+    } cases[] = {
+        {{64, 94, 1, 1}, {50, 63, 1, 1}, TILE_FULL},
+        {{64, 94, 1, 1}, {0, 49, 0, 0}, TILE_EMPTY},
+        {{64, 94, 1, 1}, {0, 63, 0, 1}, TILE_PARTIAL},   // keys of the document before
+        {{40, 103, 0, 2}, {0, 32, 0, 0}, TILE_PARTIAL},  // queries of later documents
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        assert_int_equal(attention_tile(cases[i].q, cases[i].k), cases[i].expected);
+}
+
 // A causal sequence: tiles right of the diagonal are empty, those left of it full, in numbers given by a
 // formula.
 static void causal_tiles_are_half_of_all(void **state) {
@@ -71,6 +87,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(masks_count_what_is_seen),
+        cmocka_unit_test(full_tiles_have_one_document),
         cmocka_unit_test(causal_tiles_are_half_of_all),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

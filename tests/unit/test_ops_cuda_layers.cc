@@ -207,11 +207,17 @@ static void attention_chunk_matches(void **state) {
     (void)state;
     const struct {
         int64_t s_q, s_k, heads, kv_heads, d;
-    } shapes[] = {{1, 1, 1, 1, 1}, {65, 33, 2, 1, 5}, {31, 129, 3, 3, 64}};
+        int32_t first;  // position of the first query
+        // Queries in the middle of the keys: some see none of a tile, some all of it. Queries after all keys,
+        // of which a tile has two documents, and the keys' only the first of them; the other way round.
+    } shapes[] = {{1, 1, 1, 1, 1, 0},
+                  {65, 33, 2, 1, 5, 16},
+                  {31, 129, 3, 3, 64, 64},
+                  {40, 33, 1, 1, 2, 40},
+                  {31, 64, 1, 1, 2, 64}};
     for (const auto &shape : shapes)
         for (DType dtype : all_dtypes) {
-            // Queries are in the middle of the keys: some see none of a tile, some all of it.
-            const Side sq(shape.s_q, (int32_t)(shape.s_k / 2)), sk(shape.s_k, 0);
+            const Side sq(shape.s_q, shape.first), sk(shape.s_k, 0);
             const AttentionChunk at = {1, shape.heads, shape.kv_heads, shape.d, sq.on_host(), sk.on_host(),
                                        {}};
             const AttentionHeads heads = {shape.heads, shape.kv_heads, shape.d};
@@ -267,7 +273,8 @@ static void attention_chunk_matches(void **state) {
 
 static void cross_entropy_matches(void **state) {
     (void)state;
-    const int64_t sizes[][2] = {{1, 1}, {33, 5}, {5, 1025}, {9, 10007}};
+    // Rows of 4104 are whole packs, more of them than a block has threads.
+    const int64_t sizes[][2] = {{1, 1}, {33, 5}, {5, 1025}, {9, 10007}, {6, 4104}};
     for (const int64_t *size : sizes)
         for (DType dtype : all_dtypes) {
             const int64_t n = size[0], v = size[1];
