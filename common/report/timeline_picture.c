@@ -132,7 +132,7 @@ char *timeline_text(const Timeline *row, int rows, int width) {
 
 enum { COMPUTE = 22, NETWORK = 13 };  // pixels
 
-static const SpanKind exposed = {'-', "exposed: compute waits for the network", "url(#wait)"};
+static const SpanKind exposed = {'-', "exposed: compute waits for a message", "url(#wait)"};
 static const char wait_pattern[] =
     "<pattern id='wait' width='5' height='5' patternUnits='userSpaceOnUse' "
     "patternTransform='rotate(45)'><rect width='5' height='5' fill='#ff725c' opacity='.25'/>"
