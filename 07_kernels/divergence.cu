@@ -13,8 +13,8 @@
 //     branch by warp       a warp takes elements of one kind: K, but loads and stores are 8 sectors, not 4
 //     factored out         only z depends on the lane, and choosing it needs no branch: K, and 4 sectors
 //
-// nvcc does the last by itself where both sides of a branch end in the same code. So that the first two show
-// what sides that differ cost, end_of_side makes theirs differ.
+// nvcc does the last by itself where both sides of a branch end in the same code; in the first two,
+// end_of_side prevents it.
 //
 // The other example is a loop of 8 to 256 iterations, depending on the element: a warp runs until its last
 // lane is done. If elements are distributed so that the lanes of a warp need equally many iterations, a warp

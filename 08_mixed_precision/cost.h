@@ -74,7 +74,7 @@ typedef struct CostHabits {
     double attention_slow;   // time of attention / a kernel written for this GPU
     double bubble;           // bubble of the schedule / 1F1B's
     double cast_bytes;  // of an element that is cast to 8 bits: read for its scale, read again, written
-    bool one_ring;  // a collective over nodes passes one port of a node, whatever its members there (A04)
+    bool one_ring;  // a collective over nodes passes one port of a node, whatever its members there: run A04
 } CostHabits;
 
 typedef struct Cluster {

@@ -173,8 +173,7 @@ static double of_token(const Published *r, double seconds) {
 static Summary print_ratios(const Runs *runs, const Judged *judged) {
     double *errors = host_alloc((size_t)(runs->count * runs->count) * sizeof *errors);
     int count = 0;
-    say("\nThe same model on the same GPUs, by programs of one family in different layouts: seconds of a GPU "
-        "for\na token");
+    say("\nThe same model on the same GPUs, by programs of one family: seconds of a GPU for a token");
     for (int i = 0; i < runs->count; i++)
         for (int j = i + 1; j < runs->count; j++) {
             const Published *a = &runs->run[i], *b = &runs->run[j];

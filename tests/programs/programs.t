@@ -53,7 +53,7 @@ fi
 if wanted "memory --claims"; then
     run "$build/memory" --claims && rows=$(sed '1,/^claim  /d' "$out" | grep -cE '^ {2,3}[0-9]+  ') &&
         grep -q "^PASS memory: $rows published figures reproduced" "$out" && [ "$rows" -gt 30 ]
-    report $? "memory --claims: a row for each figure of the playbook"
+    report $? "memory --claims: a row for each published figure"
 fi
 refused "--temperature is for the sample, and --sample 0 writes none" train --sample 0 $small --steps 1 \
     --temperature 1

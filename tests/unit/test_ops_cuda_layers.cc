@@ -205,11 +205,12 @@ struct Side {
 
 static void attention_chunk_matches(void **state) {
     (void)state;
+    // Queries in the middle of the keys: some see none of a tile, some all of it. In the last two, all keys
+    // come before the queries; queries are of two documents and keys of the first of them, or the other way
+    // round.
     const struct {
         int64_t s_q, s_k, heads, kv_heads, d;
         int32_t first;  // position of the first query
-        // Queries in the middle of the keys: some see none of a tile, some all of it. Queries after all keys,
-        // of which a tile has two documents, and the keys' only the first of them; the other way round.
     } shapes[] = {{1, 1, 1, 1, 1, 0},
                   {65, 33, 2, 1, 5, 16},
                   {31, 129, 3, 3, 64, 64},
