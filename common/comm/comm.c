@@ -184,10 +184,10 @@ int find_dead(void) {
 
 static const char DIED[] = " has died; all ranks end\n";
 
-// Ends this rank, as all others end; the first to come here says why, if it knows: "rank 2" and what
-// happened to it. Makes only calls that are allowed in a signal handler.
+// Ends this rank, as all others end; the first that knows why says so: "rank 2" and what happened to it.
+// Makes only calls that are allowed in a signal handler.
 static void end_with(int dead, const char *what) {
-    if (control_claim() && dead >= 0) {
+    if (dead >= 0 && control_claim()) {
         char digits[16], *digit = digits + sizeof digits;
         for (int r = dead; r || digit == digits + sizeof digits; r /= 10) *--digit = (char)('0' + r % 10);
         const char *name = base_program(), *texts[] = {name, ": rank ", digit, what};

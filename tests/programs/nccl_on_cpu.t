@@ -52,7 +52,7 @@ for program in $programs; do
         report $? "${1:-every test of $program} over NCCL on $ranks ranks"
     done
 done
-[ $# = 0 ] || finish
+only_whole
 run $nccl/tests/test_lines --scenario crossed-late
 one_line $? -F 'two ranks must start the calls that they share in the same order'
 report $? "crossed orders of two communicators: $(cat "$err")"

@@ -21,7 +21,7 @@ done <<'RANKS'
 2 --types 3
 1 --types 3
 RANKS
-[ $# = 0 ] || finish
+only_whole
 for program in test_lines test_comm_requests test_comm_clock; do
     all_tests $build/tests/$program --ranks 3 --timeout 20
     report $? "every test of $program on 3 ranks"

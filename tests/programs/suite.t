@@ -67,6 +67,16 @@ other=$(sample) both=$(comm -12 <(sort <<<"$first") <(sort <<<"$other") | wc -l)
 [ "$first" = "$again" ] && [ "$(wc -l <<<"$first")" = "$(wc -l <<<"$other")" ] && [ "$both" -lt 24 ]
 report $? "the sample of the mutants is that of the sources: $both are also the next tree's"
 
+# names_no_test PROGRAM: its bugs then name a test that it has not.
+names_no_test() {
+    TEST_NAMES=$work/names run "$work/tree/tests/mutants/run" --check
+    [ $? = 1 ] && grep -q ": $1 has no test " "$out"
+}
+sed -i '0,/^test: test_train:/s/^test: test_train:.*/&_no_more/' "$work/tree/tests/mutants/train.txt"
+echo 'zero.t:another test' >"$work/names"
+names_no_test test_train && ! names_no_test test_ops && names_no_test zero.t && ! names_no_test ddp.t
+report $? "a bug whose test is gone, or has another name now, is told"
+
 # ended STATUS WORD LINE…: tests/recipes ends so, and has this word for a program that prints these lines and
 # ends with status 2.
 mkdir "$work/08_mixed_precision"

@@ -8,7 +8,8 @@
 # pattern that matches both.
 #
 # A line "# needs: ..." in a test names the variables and targets of make that it takes, where these are not
-# all programs. With MUTANT set (tests/mutants/run) that has been built, and the first red is enough.
+# all programs. With MUTANT set (tests/mutants/run) that has been built, and the first red is enough. The
+# names that patterns choose from are added to the file TEST_NAMES, if one is named.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
 export OMP_WAIT_POLICY=passive LC_ALL=C  # one order of names, one form of numbers and of warnings
@@ -38,7 +39,10 @@ private_mounts() {
 }
 
 # wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever its name.
-wanted() { [[ $1 == $only ]] && chosen=yes; }
+wanted() {
+    [ -z "$TEST_NAMES" ] || echo "${0##*/}:${1//$'\n'/ }" >>"$TEST_NAMES"
+    [[ $1 == $only ]] && chosen=yes
+}
 
 # about cpu|mpi NAME: like wanted, for a test of the CPU as the device, or of MPI as what carries the bytes;
 # where something else does, it is left out by name. So are tests with few addresses on a GPU: CUDA takes
@@ -77,6 +81,12 @@ report() {
     { echo "exit status of the last run: $status"; grep -h FAIL "$out"; tail -q -n 12 "$work"/out* "$err"; \
         } 2>/dev/null | sed 's/^/#   /'
     [ -z "$MUTANT" ] || exit 1
+}
+
+# only_whole: what follows is run only if no pattern chooses.
+only_whole() {
+    [ "$only" = '*' ] || finish
+    TEST_NAMES=''
 }
 
 finish() {
