@@ -59,11 +59,14 @@ passes "the playbook's rules and appendix A3" $program --rules
 [ "$(grep -c '^  holds: ' "$out")" = 15 ]
 report $? "the playbook's rules: all 15 are asked"
 passes "a search" $program --model llama-3.2-1b --gpus 8 --batch-tokens 256K --seq 4096 \
-    --curves "$work/curves.svg" --json "$work/search.json"
-grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" && grep -q '</svg>' \
-    "$work/curves.svg" &&
+    --curves "$work/curves.svg" --heat-map "$work/heat_map.svg" --json "$work/search.json"
+grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" &&
     grep -q '"layout 10"' "$work/search.json"
 report $? "a search prints the best one's command line, and ten layouts in --json"
+for picture in curves heat_map; do
+    cmp "$work/$picture.svg" 08_mixed_precision/$picture.svg >"$err" 2>&1
+    report $? "a search, whatever it looks for, draws the page's $picture"
+done
 # same_layout NAME SHAPE FLAGS…: the command line that a search prints has the shape that was searched, by the
 # first line of its dry run, and takes as much memory as the search said.
 same_layout() {

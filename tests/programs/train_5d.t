@@ -101,9 +101,11 @@ refused "--zero hybrid with --ep 2: the ranks that hold copies of an expert are 
     --zero hybrid --experts 4 --ep 2
 
 passes "each method where messages take longer than what a stage computes" five_d_methods \
-    --network-efficiency 0.005
+    --network-efficiency 0.005 --svg "$work/five_d.svg"
 grep -q "A stage's messages take 2 times as long as what it computes" "$out"
 report $? "each method: what a pipeline cannot hide there is said"
+cmp "$work/five_d.svg" 08_mixed_precision/five_d.svg >"$out" 2>&1
+report $? "each method: the page's picture of memory, which no message changes"
 
 # ---- killed and resumed ----
 
