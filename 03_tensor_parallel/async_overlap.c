@@ -20,7 +20,6 @@ static Config llama_3_8b(void) {
     return config_of_model("llama-3-8b", "seq=8192 dtype=bf16 micro-batch=1");
 }
 
-// One step of Llama 3 8B, four ways.
 typedef struct Way {
     const char *name;
     bool data, sp, async;
@@ -42,7 +41,8 @@ static Config config_of_way(const Way *way, int ranks) {
     return c;
 }
 
-// A row of the table, and one of the picture, which has two layers: in more, none would be visible.
+// One row of the table (32 layers), and one of the picture (2 layers: with more, messages would be too small
+// to see).
 static StepCost show_way(const Way *way, Mesh mesh) {
     Config c = config_of_way(way, mesh.world.size);
     Mesh own = way->data ? mesh_new((MeshShape){.dp = mesh.world.size}) : mesh;
@@ -76,15 +76,14 @@ static void compare_async(const StepCost *async, const StepCost *other, const ch
 
 static void compare_ways(Mesh mesh, const Config *config) {
     int ranks = mesh.world.size;
-    char *title =
-        format_text("Llama 3 8B, %d ranks, micro-batches of 8192 tokens, vocabulary sharded", ranks);
-    say("\n%s, on the model clock of %s:\n", title, config->machine);
-    free(title);
-    title = format_text("Two layers of Llama 3 8B, %d ranks, a micro-batch of 8192 tokens", ranks);
+    say("\nLlama 3 8B, %d ranks, micro-batches of 8192 tokens, vocabulary sharded, on the model clock of "
+        "%s:\n",
+        ranks, config->machine);
+    char *title = format_text("Two layers of Llama 3 8B, %d ranks, a micro-batch of 8192 tokens", ranks);
     timeline_title(title);
     free(title);
     say("  %-10s %10s %12s %12s %10s %14s\n", "", "step, ms", "sending, ms", "exposed, ms", "tokens/s",
-        "memory, a rank");
+        "memory/rank");
     StepCost cost[WAYS];
     for (int i = 0; i < WAYS; i++) cost[i] = show_way(&ways[i], mesh);
     bool one_node =

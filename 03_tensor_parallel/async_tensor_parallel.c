@@ -4,8 +4,8 @@
 //
 // Changes from sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that
 // enter are multiplied as they arrive, the rank's own first; rows that leave are sent as they are computed,
-// its own last, and each rank adds the N parts of its own rows. Rank 0 of 4, pieces named after the rows'
-// rank:
+// its own last, and each rank adds the N parts of its own rows. Rank 0 of 4; a piece has
+// the number of the rank that owns its rows; +: the N parts are added:
 //
 //     x W^T, x enters   compute  0 3 2 1        x W^T, the product leaves   compute  1 2 3 0 +
 //                       network  3 2 1                                      network    1 2 3
@@ -13,8 +13,8 @@
 // (A ring would pass pieces from neighbour to neighbour: the same bytes, but each message would wait for the
 // one before.) Parts are added in rank order and rounded once, as in a reduce-scatter: no bit differs from
 // sequence_parallel.c if the BLAS computes a row the same way in a product of few rows and in one of many.
-// Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, K = b s h e, as there. Memory per rank: as
-// there, and K for parts. It saves time on the model clock, and is meant for GPUs: on a CPU the rank that
+// Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K with K = b s h e, as in sequence_parallel.c.
+// Memory per rank: the same, and K for the parts. It saves time on the model clock, and is meant for GPUs: on a CPU the rank that
 // multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
 // Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks reproduce …
@@ -51,9 +51,9 @@ static Tensor rows_of(const Async *a, Tensor all, int rank) {
     return tensor_rows_of(all, first, rows);
 }
 
-// In step i a rank sends to the i-th rank after it and receives from the i-th before it.
-static int after(const Async *a, int step) { return (a->tp.rank + step) % a->tp.size; }
-static int before(const Async *a, int step) { return (a->tp.rank - step + a->tp.size) % a->tp.size; }
+// In step i a rank sends to the i-th rank after it, and receives from the i-th before it.
+static int destination(const Async *a, int step) { return (a->tp.rank + step) % a->tp.size; }
+static int source(const Async *a, int step) { return (a->tp.rank - step + a->tp.size) % a->tp.size; }
 
 // ---- entering, by g and in g*'s backward: an all-gather whose result is used before it is complete ----
 
@@ -63,8 +63,8 @@ static Tensor gather(void *context, const MicroBatch *micro, Tensor own) {
     a->coming = tensor_new(MEMORY_ACTIVATION, own.dtype, SHAPE(micro->b * micro->s, tensor_columns(own)));
     op_copy(rows_of(a, a->coming, a->tp.rank), own);
     for (int step = 1; step < a->tp.size; step++)
-        a->in[step] = comm_send_receive(own, after(a, step), rows_of(a, a->coming, before(a, step)),
-                                        before(a, step), a->tp);
+        a->in[step] = comm_send_receive(own, destination(a, step), rows_of(a, a->coming, source(a, step)),
+                                        source(a, step), a->tp);
     return tensor_share(a->coming);
 }
 
@@ -119,15 +119,15 @@ static void multiply(Async *a, Model *m, bool backward, int count, Param *const 
     }
     if (leaves) begin_leaving(a, backward ? x : y[0]);
     for (int step = 0; step < a->tp.size; step++) {
-        int owner = comes ? before(a, step) : after(a, step + 1);  // own rows first, or own rows last
+        int owner = comes ? source(a, step) : destination(a, step + 1);  // own rows first, or own rows last
         if (comes && step > 0) comm_wait(a->in[step]);
         Tensor piece[count];
         for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], owner);
         product(&a->before, m, backward, count, weight, rows_of(a, x, owner), piece, kept);
         if (leaves && owner != a->tp.rank)
             a->out[step + 1] =
-                comm_send_receive(rows_of(a, a->leaving, owner), owner, part_from(a, before(a, step + 1)),
-                                  before(a, step + 1), a->tp);
+                comm_send_receive(rows_of(a, a->leaving, owner), owner, part_from(a, source(a, step + 1)),
+                                  source(a, step + 1), a->tp);
     }
     if (comes) tensor_free(&a->coming);
 }
@@ -143,8 +143,8 @@ static void backward_input(void *context, Model *m, int count, Param *const *wei
 }
 
 // dW_i += dy[i]^T x is a sum over all rows; piece by piece a 16-bit gradient would be rounded N times. So
-// this waits for all of x, which is in flight while the gradients of Wdown and Wo, which need nothing that
-// enters, are computed.
+// this waits for all of x. Its all-gather is in flight during the product before, dWdown's or dWo's, whose
+// operands this rank has.
 static void backward_weight(void *context, Model *m, int count, Param *const *weight, const Tensor *dy,
                             Tensor x, void **kept) {
     Async *a = context;

@@ -139,10 +139,10 @@ static void print_shapes(Mesh mesh, const Config *config) {
     say("  %-24s %-26lld %lld\n", "largest kept, of width h", (long long)tp.largest, (long long)sp.largest);
     int64_t own = sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) * h;
     int64_t share = n * config->heads * config_head_size(config) / size;  // of q and o, usually h wide
-    report_equal("largest kept with TP only: b s h", (double)(n * h > share ? n * h : share),
-                 (double)tp.largest, "");
-    report_equal("largest kept with SP: b s h / tp", (double)(own > share ? own : share),
-                 (double)sp.largest, "");
+    report_equal("kept with TP only: b s h", (double)(n * h > share ? n * h : share), (double)tp.largest,
+                 "");
+    report_equal("kept with SP: ceil(b s / tp) h", (double)(own > share ? own : share), (double)sp.largest,
+                 "");
 }
 
 // ---- activations that a block keeps: Llama 3 8B's shape, 16 bits ----

@@ -22,13 +22,12 @@
 
 #ifndef NO_MAIN
 
-// Small matrices of integers, at the end of this file. Each function returns a new one: a b, with either
-// factor transposed on request; part i of n, by rows or by columns; all parts by columns, one after another.
+// Small matrices of integers, at the end of this file. Each function returns a new one.
 static Tensor matrix(int64_t rows, int64_t columns);
 static Tensor series(int64_t rows, int64_t columns, double first, double down, double right);
 static Tensor times(Tensor a, bool transpose_a, Tensor b, bool transpose_b);
-static Tensor rows_of(Tensor t, int i, int n), columns_of(Tensor t, int i, int n);
-static Tensor columns_in_order(Tensor t, int n);  // (n, rows, columns / n)
+static Tensor rows_of(Tensor t, int i, int n), columns_of(Tensor t, int i, int n);  // part i of n
+static Tensor columns_in_order(Tensor t, int n);  // (n, rows, columns / n): all parts, as gathered
 static Tensor copy_of(Tensor t);
 
 // The bytes that this rank sends in an all-reduce of `count` numbers.

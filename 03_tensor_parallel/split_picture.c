@@ -132,8 +132,8 @@ static void write_picture(const char *file, const Part part[MOST_RANKS][MATRICES
     draw_half(svg, part, ranks, 4, 6, h, 326, "silu(gate) up");
     fprintf(svg,
             "<text class='small' x='24' y='%d'>f: nothing forward, an all-reduce backward; f*: the other "
-            "way round. Norms and residuals are whole on every rank. Sides go with the root of the "
-            "sizes.</text>\n",
+            "way round. Norms and residuals are whole on every rank. Sides grow with the square root of "
+            "the sizes.</text>\n",
             HEIGHT - 10);
     svg_close(svg, "--svg", file);
 }

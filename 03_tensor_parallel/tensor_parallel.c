@@ -2,8 +2,9 @@
 // Block"; Shoeybi et al. 2019 (Megatron-LM).
 //
 // Changes from 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part
-// of the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns, Wo Wdown by rows
-// (split_matmul.c). The table of weights has them as (out, in), so columns of W are rows there.
+// of the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns (column-parallel;
+// the playbook's column-linear), Wo Wdown by rows (row-parallel); see split_matmul.c. The table of weights has
+// them as (out, in), so columns of W are rows there.
 //
 //     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2
 //     and the same around the MLP
@@ -38,8 +39,7 @@ static Group ranks_with_same_head(const Model *m) {
 // Wk or Wv: the rows of whole heads, or of one head, which tp / heads consecutive ranks store.
 static void shard_heads(Model *m, Param *param, Group copies) {
     int64_t heads = m->config.kv_heads, d = config_head_size(&m->config), tp = m->mesh.tp.size;
-    int64_t each = heads >= tp ? heads / tp : 1,
-            first = heads >= tp ? m->mesh.tp.rank * each : m->mesh.tp.rank / (tp / heads);
+    int64_t each = heads >= tp ? heads / tp : 1, first = m->mesh.tp.rank * heads / tp;
     param_shard(param, 0, first * d, each * d);
     if (heads < tp) param_set_copies(param, copies, true);
 }
@@ -195,7 +195,7 @@ static StepCost cost_of_8b(Mesh mesh, int tp) {
     return cost;
 }
 
-// Tokens per second and GPU as tp grows and, in the end, spans nodes. (With few ranks, nodes are made small
+// Tokens/s of a GPU as tp grows and, in the end, spans nodes. (With few ranks, nodes are made small
 // enough for that.)
 static void across_nodes(Mesh mesh, const Config *config) {
     int ranks = mesh.world.size, node = machine_find(config->machine)->gpus_per_node;
@@ -204,7 +204,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
     clock_set_nodes(node);
     say("\nTwo blocks of Llama 3 8B, 4,096 tokens, %d GPU%s per node, on the model clock:\n", node,
         plural(node));
-    say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s a GPU", "of tp 1", "vs row above",
+    say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s/GPU", "of tp 1", "vs row above",
         "exposed, ms");
     double alone = 0, before = 0, most_within = 0, leaving = 0;
     for (int tp = 1, last = 1; tp <= ranks; tp++) {
@@ -218,7 +218,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
         say("  %-6d %12.3f %16.0f %9.1f%% %13.1f%% %12.3f%s\n", tp, 1e3 * cost.step_seconds, rate,
             100 * rate / alone, 0 - 100 * fall, 1e3 * cost.comm.exposed_seconds,
             leaves ? "   beyond the node" : "");
-        char *name = format_text("tp %d, tokens per second and GPU", tp);
+        char *name = format_text("tp %d, tokens/s/GPU", tp);
         report_number("across nodes", name, rate, "tokens/s");
         free(name);
         before = rate, last = tp;

@@ -50,7 +50,7 @@ static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweig
     tensor_free(&drows);
 }
 
-// ---- the output layer: its input enters as a block's does, by whatever is plugged in there by now ----
+// ---- the output layer: its input enters as a block's does, by the region socket as it is now ----
 
 static Tensor enter(void *context, const MicroBatch *micro, Tensor x) {
     const Sockets *sockets = ((const VocabParallel *)context)->sockets;
@@ -91,7 +91,8 @@ static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits
     op_cross_entropy_part_backward(dlogits, logits, lse, micro->targets, micro->grad_scale, vocab->part);
 }
 
-// The tokens, of v, in `stored` rows from `first` on. The last ranks' rows may be padding only.
+// The entries of the vocabulary (of v) in rows first … first + stored - 1; on the last ranks maybe none, only
+// padding.
 static VocabularyPart part_of(int64_t v, int64_t stored, int64_t first) {
     if (first > v) first = v;
     return (VocabularyPart){v, first, v - first < stored ? v - first : stored};

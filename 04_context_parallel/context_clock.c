@@ -96,7 +96,7 @@ void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula
         cp, plural(cp));
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++) {
         char *sent = format_text("sent by a rank, %s", passes[pass]);
-        char *held = format_text("peak of K/V in flight, %s", passes[pass]);
+        char *held = format_text("peak of buffers, %s", passes[pass]);
         report_equal(sent, predicted.bytes[pass], measured.bytes[pass], "B");
         report_equal(held, predicted.held[pass], measured.held[pass], "B");
         free(sent);
@@ -142,7 +142,8 @@ static double tokens_by_formula(const Machine *machine, double bandwidth, double
 
 static void where_the_ring_hides(Mesh mesh) {
     const Machine reached = clock_reached();
-    say("\nTokens a rank from which a zig-zag ring's forward hides its hops, %d ranks:\n", mesh.cp.size);
+    say("\nTokens per rank from which the forward of a zig-zag ring hides its hops, %d ranks:\n",
+        mesh.cp.size);
     hides_from_title();
     for (int apart = 0; apart < 2; apart++) {
         double formula =
@@ -192,12 +193,12 @@ static void attention_row(Mesh mesh, ContextMethod method, double *ring, bool sl
                     most, least);
 }
 
-// Of a cp that divides the 32 heads and the 8 key/value heads one divides the other.
+// Ulysses needs a cp that divides the 32 heads: then cp divides the 8 key/value heads, or they divide cp.
 bool context_fits(int cp, ContextMethod method) { return method != CONTEXT_ULYSSES || 32 % cp == 0; }
 
 static void compare_attention(Mesh mesh, bool slow) {
     say("  %-12s %10s %9s %10s %10s %12s %12s %12s\n", "", "ms", "vs ring", "busiest", "idlest", "exposed",
-        "K/V, forw.", "backward");
+        "buffers, fwd", "buffers, bwd");
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
         if (context_fits(mesh.cp.size, method)) attention_row(mesh, method, &ring, slow);
@@ -214,8 +215,8 @@ static StepCost step_of_layers(Mesh mesh, ContextMethod method, int64_t layers, 
     return program_cost(&c, mesh, techniques);
 }
 
-// What all 32 layers take: every two more add what four take beyond two. (The second layer adds more than
-// the third, as the weights of two layers are gathered at once.)
+// Extrapolated to 32 layers: t(32) = t(4) + 14 (t(4) - t(2)). (The second layer adds more than the third, as
+// the weights of two layers are gathered at once.)
 StepCost context_step(Mesh mesh, ContextMethod method, int64_t seq, Techniques techniques) {
     StepCost two = step_of_layers(mesh, method, 2, seq, techniques),
              four = step_of_layers(mesh, method, 4, seq, techniques);
@@ -239,7 +240,7 @@ static void step_row(Mesh mesh, const char *name, ContextMethod method, double *
     char activations[32];
     snprintf(activations, sizeof activations, "%s",
              bytes_text(comm_max((double)cost.memory.peak[MEMORY_ACTIVATION], mesh.world)));
-    say("  %-16s %10.3f %8.2fx %12.3f %14s %14s\n", name, seconds, *ring / seconds,
+    say("  %-16s %10.3f %8.2fx %12.3f %14s %14s\n", name, seconds, mesh.dp.size * *ring / seconds,
         comm_max(cost.comm.exposed_seconds, mesh.world), activations, bytes_text(most));
     report_number(name, "step of Llama 3 8B, model clock", seconds, "s");
     report_number(name, "peak memory of a rank", most, "B");
@@ -261,7 +262,7 @@ static void compare_steps(Mesh mesh) {
             step_row(mesh, context_method_name[method], method, &ring, true);
     Mesh apart = mesh_new((MeshShape){.dp = mesh.world.size});
     step_row(apart, "cp 1", CONTEXT_RING, &ring, false);
-    say("  (cp 1: as many sequences as ranks at once; %d times the tokens of the rows above)\n", n);
+    say("  (cp 1: %d sequences at once, one on each rank; \"vs ring\" compares tokens/s)\n", n);
 }
 
 void context_compare(Mesh mesh, const Config *config) {

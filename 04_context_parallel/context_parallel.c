@@ -11,7 +11,8 @@
 //     all-gather   zig-zag                all K/V at once                            all N chunks
 //     ulysses      contiguous             Q, K, V from tokens to heads, o back       all, 1 / N of heads
 //
-// All four compute by flash attention's operation, one chunk of keys after another, so no scores are stored.
+// All four call flash attention's operation, for one chunk of keys after another (Ulysses: once, for all
+// keys), so no scores are stored.
 // Weights are the same on all ranks of cp and dp, and gradients are summed over both: a rank's loss is a sum
 // over its own labels, divided by the number of labels on all ranks.
 //
@@ -27,7 +28,7 @@ const char *const context_method_name[CONTEXT_METHODS] = {"ring", "zigzag", "all
 
 const Option context_options[CONTEXT_OPTIONS] = {
     {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
-     "how ranks of --cp bring keys and values together", false},
+     "how the ranks of --cp exchange keys and values", false},
     {"layout", OPTION_CHOICE, NULL, "natural", 0, 0, "natural|contiguous|zigzag|striped",
      "which rank has which tokens of a sequence; natural: the usual layout of --context", false},
     DOCUMENT_OPTION};
@@ -48,14 +49,15 @@ static bool has_tokens(const Config *c, int64_t cp) { return cp <= c->seq; }
 
 void context_check(const Config *c) {
     CHECK(!context_on(c, CONTEXT_ZIGZAG) || context_layout(c) == &sequence_zigzag,
-          "--context zigzag has the tokens of --layout zigzag: leave out --layout; ring attention takes any");
+          "--context zigzag always uses --layout zigzag: leave out --layout, or run ring_attention, which "
+          "takes any");
     CHECK(c->seq >= c->cp, "--cp %ld is more ranks than --seq %ld has tokens: --cp %s would fit", c->cp,
           c->seq, config_degrees(c, c->seq, c->dp * c->cp, has_tokens));
 }
 
 void context_only(const Config *c, ContextMethod method) {
     CHECK(context_on(c, method),
-          "%s shows --context %s alone: leave out --context, or take ring_attention, which has all of them",
+          "%s shows --context %s alone: leave out --context, or run ring_attention, which takes them all",
           base_program(), context_method_name[method]);
 }
 

@@ -76,7 +76,7 @@ typedef struct ContextParallel {
     const SequenceLayout *layout;
     int64_t s, own;              // tokens of a sequence, and how many of them are on this rank …
     int32_t *token;              // … and which, (own)
-    MaskKey key;                 // of the micro-batch that the following were made for
+    MaskKey key;                 // which micro-batch the following were made for
     AttentionPositions *tokens;  // (cp) each rank's tokens; Ulysses: (1), those of all ranks in turn
     AttentionMask *mask;         // (cp) this rank's queries against each rank's keys; Ulysses: (1)
 } ContextParallel;
@@ -118,7 +118,7 @@ ContextCost context_attention_cost(Mesh mesh, const Config *config);  // dry
 // The same for Llama 3 8B in bf16 with 1,024 tokens on each rank, against closed forms of bytes and held.
 typedef struct ContextSizes {
     double ranks, tokens;         // of this rank
-    double q, kv, kv_here, size;  // heads; key/value heads; these, but one per rank at least; head size
+    double q, kv, kv_here, size;  // heads; key/value heads kv; kv' = max(kv, ranks); head size
     double e, sum;                // bytes of an element, and of a sum
 } ContextSizes;
 typedef ContextCost ContextFormula(const ContextSizes *sizes);

@@ -187,7 +187,7 @@ row() {
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' \
         'forward, bytes'
     row 21 'SP: the largest activation of width h is b s h / tp (of width f: b s f / tp)' \
-        sequence_parallel '' 'largest kept with SP'
+        sequence_parallel '' 'kept with SP'
     row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' \
@@ -197,9 +197,9 @@ row() {
     row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' \
         'exposes .* of what tp does'
     row 25 'ring: cp - 1 hops, a chunk of K/V in flight and one received' ring_attention '--ranks 4' \
-        'peak of K/V in flight, forward'
+        'peak of buffers, forward'
     row 25 'all-gather: K/V of all ranks at once' all_gather_attention '--ranks 4' \
-        'peak of K/V in flight, forward'
+        'peak of buffers, forward'
     row 25 'zig-zag: every rank computes as much, within one block' zigzag_ring_attention '' \
         '^ *zigzag +[0-9]+ +[0-9]+ +1'
     row 26 'zig-zag about 1.67 times as fast as the plain ring, forward and backward' \

@@ -41,7 +41,7 @@ prints "zigzag, with its tables: all of them" \
     "Attention of one layer of Llama 3 8B, s = 131,072, cp 8, all in one node, forward and backward:" \
     "A step of Llama 3 8B, one such sequence, ZeRO-3 over dp x cp, full recomputation:" \
     "Attention of one layer of Llama 3 8B, s = 131,072, cp 8, one GPU per node, forward and backward:" \
-    "Tokens a rank from which a zig-zag ring's forward hides its hops, 8 ranks:"
+    "Tokens per rank from which the forward of a zig-zag ring hides its hops, 8 ranks:"
 passes "zigzag on slow links, with its tables" zigzag_ring_attention --network-efficiency 0.05 $one
 grep -q '^  all in one node  *21996 ' "$out" && grep -q '^  one GPU per node  *197806 ' "$out"
 report $? "zigzag on slow links, with its tables: a twentieth of the bandwidth takes more tokens to hide"
@@ -144,7 +144,7 @@ refused "--layout is an option of ring_attention, which has nothing to do here: 
 for program in zigzag_ring_attention all_gather_attention; do
     refused "$program shows --context " $program --context ring
 done
-refused "ulysses shows --context ulysses alone: leave out --context, or take ring_attention" ulysses \
+refused "ulysses shows --context ulysses alone: leave out --context, or run ring_attention" ulysses \
     --context all-gather
 refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag \
     --layout striped
