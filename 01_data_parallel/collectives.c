@@ -247,7 +247,7 @@ static void barrier(Group w, double seconds) {
 // Bytes a second that each of n ranks sends while `call` moves a tensor of so many bytes round a ring.
 static double bus_bandwidth(const char *call, double bytes, int n, int per_node) {
     double rounds = strcmp(call, "all_reduce") ? 1 : 2, sent = rounds * (n - 1) / n * bytes;
-    return sent / clock_collective_seconds(call, bytes, n, per_node);
+    return sent / clock_collective_seconds(call, bytes, n, (n + per_node - 1) / per_node, per_node);
 }
 
 static void bus_bandwidths(int per_node) {

@@ -68,11 +68,10 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
 // Whether the communication of n ranks for a block, whose cost on one rank is given, hides behind its pass,
 // by what the model clock charges for a call: a formula of n.
 static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
-    // The node with the fewest ranks is the bottleneck.
-    if (n % per_node) per_node = n % per_node;
+    const int nodes = (n + per_node - 1) / per_node, here = n % per_node ? n % per_node : per_node;
     double elements = llama_8b_layer_elements();
-    double weights = clock_collective_seconds("all_gather", 2 * elements, n, per_node);
-    double gradients = clock_collective_seconds("reduce_scatter", 4 * elements, n, per_node);
+    double weights = clock_collective_seconds("all_gather", 2 * elements, n, nodes, here);
+    double gradients = clock_collective_seconds("reduce_scatter", 4 * elements, n, nodes, here);
     if (pass == FORWARD) return weights <= block->compute[FORWARD];
     // Of n ranks, each adds only 1/n of the elements. The reduce-scatter must end before this adding and
     // before the next gradient is converted.
@@ -123,7 +122,8 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         double alpha = i < 2 ? machine->node_latency : machine->network_latency;
         double formula = tokens_by_formula(&reached, n, bandwidth, pass);
         // Each call also has a latency, which the formula leaves out.
-        double calls = pass == FORWARD ? 1 : 2, bytes = (pass == FORWARD ? 2 : 6) * llama_8b_layer_elements();
+        double calls = pass == FORWARD ? 1 : 2,
+               bytes = (pass == FORWARD ? 2 : 6) * llama_8b_layer_elements();
         double latency = calls * n * alpha * bandwidth / bytes;
         Search search = {mesh, pass, i < 2 ? n : 1, 64 + (int64_t)(2 * (1 + latency) * formula / 64)};
         char *where = format_text("%s, %s", pass == FORWARD ? "forward" : "backward",

@@ -73,7 +73,8 @@ static double over_replicas(Replicas r, const char *name, double bytes) {
     int node = clock_machine()->gpus_per_node;
     if (r.ranks == 1 || !(bytes > 0)) return 0;
     int here = r.stride >= node ? 1 : node / r.stride;
-    return clock_collective_seconds(name, bytes, r.ranks, here < r.ranks ? here : r.ranks);
+    if (here > r.ranks) here = r.ranks;
+    return clock_collective_seconds(name, bytes, r.ranks, (r.ranks + here - 1) / here, here);
 }
 
 // Seconds of a unit's gradients and of its weights between the ranks that share them.

@@ -52,11 +52,11 @@ static double flops(void) { return clock_machine()->flops[BF16]; }
 static double ratio(int N, int zero, int64_t tokens) {
     Config c = config_of(N, zero, tokens);
     LoneParts parts = lone_parts(&c);
-    int here = N < clock_machine()->gpus_per_node ? N : clock_machine()->gpus_per_node;
+    int here = N < clock_machine()->gpus_per_node ? N : clock_machine()->gpus_per_node, nodes = N / here;
     double weights = parts.count[BLOCK];
     if (zero == 3)
-        return clock_collective_seconds("all_gather", 2 * weights, N, here) / parts.forward[BLOCK];
-    return clock_collective_seconds("all_reduce", 4 * weights, N, here) / parts.backward[BLOCK];
+        return clock_collective_seconds("all_gather", 2 * weights, N, nodes, here) / parts.forward[BLOCK];
+    return clock_collective_seconds("all_reduce", 4 * weights, N, nodes, here) / parts.backward[BLOCK];
 }
 
 // The fewest tokens, in steps of 64, with which it hides.
@@ -97,7 +97,7 @@ static void data_row(const char *what, int N, int zero) {
 // A product with a (h, h / t) weight beside the all-gather of its rows.
 static double linear_ratio(int t, double n, double h) {
     double product = 2 * n * h * h / t;
-    double gather = clock_collective_seconds("all_gather", 2 * n * h, t, t);
+    double gather = clock_collective_seconds("all_gather", 2 * n * h, t, 1, t);
     return gather / (product / flops() / clock_efficiency(WORK_MATMUL, product));
 }
 

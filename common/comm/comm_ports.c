@@ -55,19 +55,28 @@ static void add_call(const Collective *c, Traffic *traffic) {
 
 // ---- how long that takes, and when ----
 
-// The smallest number of members on any node of the modelled machine: there the ring is narrowest.
-static int members_per_node(Group group) {
-    int least = group.size, nodes = 0;
+// On the modelled machine: the nodes that have members of a group, the smallest number on any of them, where a
+// ring is narrowest, and the number on one member's.
+typedef struct Spread {
+    int nodes, least, beside;
+} Spread;
+
+static Spread spread_of(Group group, int member) {
+    Spread s = {.least = group.size};
+    int count = 0;
     for (int i = 0; i < group.size; i++) {
         int node = clock_node(world_rank(group, i));
-        if (node >= nodes) nodes = node + 1;
+        if (node >= count) count = node + 1;
     }
-    int here[nodes];
+    int here[count];
     memset(here, 0, sizeof here);
     for (int i = 0; i < group.size; i++) here[clock_node(world_rank(group, i))]++;
-    for (int node = 0; node < nodes; node++)
-        if (here[node] > 0 && here[node] < least) least = here[node];
-    return least;
+    for (int node = 0; node < count; node++) {
+        if (here[node] > 0) s.nodes++;
+        if (here[node] > 0 && here[node] < s.least) s.least = here[node];
+    }
+    s.beside = here[clock_node(world_rank(group, member))];
+    return s;
 }
 
 static double seconds_of(const Request *r, Traffic node, Traffic network) {
@@ -75,7 +84,10 @@ static double seconds_of(const Request *r, Traffic node, Traffic network) {
     if (c->kind == TRANSFERS) return clock_transfers_seconds(node, network);
     if (c->kind == ALL_TO_ALL) return clock_all_to_all_seconds(node, network);
     double bytes = (double)r->total * (double)dtype_size(c->dtype);
-    return clock_collective_seconds(kind_names[c->kind], bytes, c->group.size, members_per_node(c->group));
+    bool direct = c->kind == GATHER || c->kind == SCATTER;
+    Spread s = spread_of(c->group, direct ? c->root : 0);
+    return clock_collective_seconds(kind_names[c->kind], bytes, c->group.size, s.nodes,
+                                    direct ? s.beside : s.least);
 }
 
 // Which ports a call uses. A receive uses none: it occupies the sender's port.

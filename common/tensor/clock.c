@@ -158,9 +158,10 @@ double clock_model_wait(double until) {
 //
 // B is multiplied by the efficiency for the number of bytes (clock_set_efficiency), alpha is not.
 //
-// Rings: every step passes one piece to the next member. A collective on several nodes crosses the network
-// in m - 1 steps of each round of n - 1, and its ring is as wide as the narrower of a GPU's NVLink and the
-// network ports of all members on a node: B = min(NVLink, network x members per node).
+// Rings: every step passes one piece to the next member. Of the n - 1 hops by which one piece goes round,
+// m - 1 cross the network, and alpha is added along that path, since a piece need not wait for others (NCCL
+// counts so, too: nInterSteps in its tuning.cc). The ring is as wide as the narrower of a GPU's NVLink and the
+// network ports of all members on a node, on that with the fewest: B = min(NVLink, network x members).
 //     all_reduce                    2 (n - 1) alpha + 2 (n - 1) / n K / B
 //     reduce_scatter, all_gather      (n - 1) alpha +   (n - 1) / n K / B
 //     broadcast, reduce               (n - 1) alpha +               K / B
@@ -168,19 +169,18 @@ double clock_model_wait(double until) {
 // Direct messages: one to each of n - 1 peers; those within the node and those across use separate links.
 //     all_to_all, gather, scatter     (n - 1) alpha + max over both links of their part of K / n / B
 //     transfers                               alpha + max over both links and ways of bytes / B
-double clock_collective_seconds(const char *name, double bytes, int n, int per_node) {
+double clock_collective_seconds(const char *name, double bytes, int n, int nodes, int here) {
     if (n <= 1) return 0;
     const Machine *machine = clock_machine();
     double reached = state.network_efficiency * clock_efficiency(WORK_COLLECTIVE, bytes);
     double node = machine->node_bytes_per_second * reached;
     double network = machine->network_bytes_per_second * reached;
-    int nodes = (n + per_node - 1) / per_node;
     if (!strcmp(name, "all_to_all") || !strcmp(name, "gather") || !strcmp(name, "scatter")) {
-        int inside = nodes > 1 ? per_node - 1 : n - 1, across = n - 1 - inside;
+        int inside = here - 1, across = n - 1 - inside;
         Traffic near = {inside, bytes / n * inside, 0}, far = {across, bytes / n * across, 0};
         return clock_all_to_all_seconds(near, far);
     }
-    if (nodes > 1 && network * per_node < node) node = network * per_node;
+    if (nodes > 1 && network * here < node) node = network * here;
     double round = (n - nodes) * machine->node_latency + (nodes - 1) * machine->network_latency;
     if (!strcmp(name, "all_reduce")) return 2 * round + 2 * (n - 1) * (bytes / n / node);
     if (!strcmp(name, "reduce_scatter") || !strcmp(name, "all_gather"))

@@ -88,10 +88,10 @@ double clock_model_now(void);
 void clock_model_set(double now);
 // Makes the compute stream wait until then; returns the seconds that it was idle.
 double clock_model_wait(double until);
-// Seconds that a collective takes, named as in comm.h, in a group of n members with `per_node` of them on
-// each node. bytes is K, the size of the whole tensor (before a scatter, after a gather); for an all-to-all
-// it is what one member gives to all.
-double clock_collective_seconds(const char *name, double bytes, int n, int per_node);
+// Seconds that a collective takes, named as in comm.h, in a group of n members on `nodes` nodes. here: the
+// members on the node with the fewest or, for a gather and a scatter, on the root's. bytes is K, the size of
+// the whole tensor (before a scatter, after a gather); for an all-to-all it is what one member gives to all.
+double clock_collective_seconds(const char *name, double bytes, int n, int nodes, int here);
 // Seconds that messages to and from `peers` ranks take, within the node and across nodes, with the total
 // bytes in each direction: for a batch of transfers, and for one member's part in an all-to-all of unequal
 // parts.

@@ -159,7 +159,7 @@ static void collectives_start_when_the_last_is_ready(void) {
         Tensor t = tensor_of(F32, me, 1 << 18);
         compute(1e-3 * (me + 1));
         double last = comm_rank() == n - 1 ? clock_model_now() : 0,
-               cost = clock_collective_seconds("all_reduce", 4 << 18, n, n < 8 ? n : 8);
+               cost = clock_collective_seconds("all_reduce", 4 << 18, n, n < 8 ? 1 : n / 8, n < 8 ? n : 8);
         double mine = clock_model_now();
         clock_reset();
         Request *request = comm_all_reduce(t, REDUCE_SUM, world);
@@ -183,7 +183,7 @@ static void collectives_start_when_the_last_is_ready(void) {
 
 static void requests_queue_on_the_communication_stream(void) {
     comm_wait(comm_barrier(world));
-    double zero = clock_model_now(), cost = clock_collective_seconds("all_reduce", 4000, n, n);
+    double zero = clock_model_now(), cost = clock_collective_seconds("all_reduce", 4000, n, 1, n);
     Tensor t[4];
     Request *request[4];
     for (int i = 0; i < 4; i++)
@@ -244,35 +244,41 @@ static void expect_near(const char *what, double got, double expected) {
         note("%s: %.17g s, expected %.17g", what, got, expected);
 }
 
+// The same, of a difference of two times, which is rounded.
+static void expect_within(const char *what, double got, double expected) {
+    if (!(fabs(got - expected) <= 1e-9 * expected))
+        note("%s: %.17g s, expected %.17g", what, got, expected);
+}
+
 static void costs_follow_their_formulas(void) {
     const double K = 1e9, near = 3.4e-6, far = 9.6e-6;
-    expect_near("all-reduce in a node", clock_collective_seconds("all_reduce", K, 8, 8),
+    expect_near("all-reduce in a node", clock_collective_seconds("all_reduce", K, 8, 1, 8),
                 14 * near + 2 * 7 * K / 8 / 450e9);
-    expect_near("reduce-scatter in a node", clock_collective_seconds("reduce_scatter", K, 8, 8),
+    expect_near("reduce-scatter in a node", clock_collective_seconds("reduce_scatter", K, 8, 1, 8),
                 7 * near + 7 * K / 8 / 450e9);
     // Two nodes of 8 have 8 ports each: 400 GB/s are less than NVLink's 450.
-    expect_near("all-gather across nodes", clock_collective_seconds("all_gather", K, 16, 8),
+    expect_near("all-gather across nodes", clock_collective_seconds("all_gather", K, 16, 2, 8),
                 14 * near + far + 15 * K / 16 / 400e9);
     // One member a node: one port.
-    expect_near("all-reduce, one member a node", clock_collective_seconds("all_reduce", K, 4, 1),
+    expect_near("all-reduce, one member a node", clock_collective_seconds("all_reduce", K, 4, 4, 1),
                 6 * far + 2 * 3 * K / 4 / 50e9);
-    expect_near("broadcast", clock_collective_seconds("broadcast", K, 8, 8), 7 * near + K / 450e9);
-    expect_near("barrier", clock_collective_seconds("barrier", 0, 8, 8), 14 * near);
+    expect_near("broadcast", clock_collective_seconds("broadcast", K, 8, 1, 8), 7 * near + K / 450e9);
+    expect_near("barrier", clock_collective_seconds("barrier", 0, 8, 1, 8), 14 * near);
     // In an all-to-all each GPU's own port carries what leaves the node.
-    expect_near("all-to-all across nodes", clock_collective_seconds("all_to_all", K, 16, 8),
+    expect_near("all-to-all across nodes", clock_collective_seconds("all_to_all", K, 16, 2, 8),
                 7 * near + 8 * far + 8 * K / 16 / 50e9);
-    expect_near("all-to-all in a node", clock_collective_seconds("all_to_all", K, 8, 8),
+    expect_near("all-to-all in a node", clock_collective_seconds("all_to_all", K, 8, 1, 8),
                 7 * near + 7 * K / 8 / 450e9);
     expect_near("transfers in a node", clock_transfers_seconds((Traffic){2, K, 2 * K}, (Traffic){0}),
                 near + 2 * K / 450e9);
     expect_near("transfers across", clock_transfers_seconds((Traffic){1, K, 0}, (Traffic){1, 0, K}),
                 far + K / 50e9);
-    SAME(clock_collective_seconds("all_reduce", K, 1, 1), 0);
+    SAME(clock_collective_seconds("all_reduce", K, 1, 1, 1), 0);
     clock_set_machine(machine_find("dgx-a100"));
-    expect_near("A100", clock_collective_seconds("all_gather", K, 16, 8),
+    expect_near("A100", clock_collective_seconds("all_gather", K, 16, 2, 8),
                 14 * near + far + 15 * K / 16 / 200e9);
     clock_set_cluster(4, 0.5, 0.8);
-    expect_near("at 80 %", clock_collective_seconds("reduce", K, 4, 4), 3 * near + K / 240e9);
+    expect_near("at 80 %", clock_collective_seconds("reduce", K, 4, 1, 4), 3 * near + K / 240e9);
     SAME(clock_node(7), 1);
     double now = clock_model_now();
     clock_begin("work", BF16, 312e12, 0);
@@ -281,6 +287,35 @@ static void costs_follow_their_formulas(void) {
     clock_set_machine(machine_find("dgx-h100"));
     clock_set_cluster(0, 1, 1);
     comm_wait(comm_barrier(world));
+}
+
+// Seconds that a call of the world takes.
+static double seconds_of(Request *request) {
+    double called = clock_model_now();
+    comm_wait(request);
+    return clock_model_now() - called;
+}
+
+// All ranks but the last are on one node: two nodes, whatever the number of ranks, and one member on the one
+// with the fewest. A root counts the members beside it.
+static void nodes_may_be_uneven(void) {
+    if (n < 3) return;
+    const double near = 3.4e-6, far = 9.6e-6, K = 4.0 * n * 1000, round = (n - 2) * near + far;
+    Tensor all = tensor_of(F32, me, n * 1000), mine = tensor_of(F32, me, 1000);
+    clock_set_nodes(n - 1);
+    comm_wait(comm_barrier(world));
+    expect_within("all-reduce", seconds_of(comm_all_reduce(all, REDUCE_SUM, world)),
+                  2 * round + 2 * (n - 1) * (K / n / 50e9));
+    expect_within("all-gather", seconds_of(comm_all_gather(all, mine, NULL, world)),
+                  round + (n - 1) * (K / n / 50e9));
+    expect_within("gather in the larger node", seconds_of(comm_gather(all, mine, NULL, 0, world)),
+                  round + fmax((n - 2) * K / n / 450e9, K / n / 50e9));
+    expect_within("scatter from the smaller node", seconds_of(comm_scatter(mine, all, NULL, n - 1, world)),
+                  (n - 1) * far + (n - 1) * K / n / 50e9);
+    clock_set_nodes(0);
+    comm_wait(comm_barrier(world));
+    tensor_free(&all);
+    tensor_free(&mine);
 }
 
 // To the last bit: else a call that follows a step may seem to begin before the step ended.
@@ -304,6 +339,7 @@ static const RankTest tests[] = {
     TEST(requests_queue_on_the_communication_stream),
     TEST(the_model_clock_knows_no_load),
     TEST(costs_follow_their_formulas),
+    TEST(nodes_may_be_uneven),
     TEST(a_trace_says_when_a_call_began),
 };
 

@@ -190,7 +190,7 @@ static void compute(double seconds) {
 }
 
 static double all_reduce_seconds(int members, int per_node) {
-    return clock_collective_seconds("all_reduce", 4e6, members, per_node);
+    return clock_collective_seconds("all_reduce", 4e6, members, members / per_node, per_node);
 }
 
 // Starts an all-reduce of 1,000,000 f32; the caller waits for it and frees the tensor.
