@@ -4,7 +4,8 @@
 //     gpus = dp x pp x cp x tp      batch = dp x micro_batch x micro_batches
 //
 // Each layout is priced by closed forms. Then the best are clocked (cost_lone_step.c), one after another,
-// until all others would be slower than those found even if their closed forms were a little too long.
+// until all others would be slower than those found even if their closed forms were as much too long as they
+// can be.
 // This file has no main: find_config.c uses it.
 #include <stdarg.h>
 #include <stdlib.h>
@@ -14,7 +15,8 @@
 #include "report/report.h"
 
 enum { CLOCKED = 64 };          // at most so many of the best are clocked
-#define CLOSED_FORM_SLACK 1.03  // a closed form is rarely longer than so many times the clocked step
+#define CLOSED_FORM_SLACK 1.06  // a closed form is rarely longer than so many times the clocked step …
+#define ZERO_BUBBLE_SLACK 1.12  // … but ZB-H1's with few micro-batches, in which W hides reductions as well
 
 // ---- a layout as flags ----
 
@@ -158,7 +160,8 @@ static void clock_best(Space *s, int wanted) {
     for (int i = 0; i < s->count; i++) {
         Found *f = &s->best[i];
         bool full = found->count == wanted;
-        if (full && f->quick > CLOSED_FORM_SLACK * found->best[wanted - 1].time.step) break;
+        const double slack = f->schedule == ZB_H1 ? ZERO_BUBBLE_SLACK : CLOSED_FORM_SLACK;
+        if (full && f->quick > slack * found->best[wanted - 1].time.step) continue;
         progress_on_terminal(i, s->count, "the best are clocked");
         if (!clocked(s->goal, f)) continue;
         found->best[found->count++] = *f;
