@@ -65,7 +65,7 @@ grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" &&
 report $? "a search prints the best one's command line, and ten layouts in --json"
 wanted "a search: ZB-H1 of few micro-batches" && run "$build/$program" --model llama-3-8b --gpus 256 \
     --batch-tokens 256K --seq 2048
-grep -qE '^ +1 +8 +4 +8 +1 +1 +4 +4 zb_h1 ' "$out" && [ "$(grep -c zb_h1 "$out")" = 10 ]
+grep -qE '^ +1 +8 +4 +8 +1 +1 +4 +4 zb_h1 ' "$out"
 report $? "a search: ZB-H1 of few micro-batches, whose closed form is 10% too long, is among the best"
 for picture in curves heat_map; do
     cmp "$work/$picture.svg" 08_mixed_precision/$picture.svg >"$err" 2>&1
