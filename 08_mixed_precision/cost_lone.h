@@ -22,11 +22,11 @@ typedef struct LonePeaks {
 typedef struct LoneParts {
     double forward[3], backward[3], input[3];  // seconds of F; of B and W, and B of them
     double count[3], experts;                  // elements of a unit; of a block's experts here
-    double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
+    double tokens, always, block, head;        // bytes kept: tokens, flash's positions, a block, the head
     double expert_rows, message;               // of `block`, at its experts; (n, h) between stages
     LonePeaks most[3];
-    double waiting;                            // bytes that a block keeps beyond those while its W waits
-    double waits;  // seconds of a block that its communication is exposed, in both passes
+    double waiting;  // bytes that a block keeps beyond those while its W waits
+    double waits;    // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
 LoneParts lone_parts(const Config *config);
 // Seconds of a step that a rank with the most blocks spends on recomputation, its collectives included.
@@ -39,9 +39,10 @@ int lone_chunks(const Config *config);               // stages of a rank
 
 // Bytes of the fullest rank.
 typedef struct LoneMemory {
-    double weights, gradients, optimizer;  // clocked: at their peaks; by closed forms: but for units at work
-    double kept;                           // activations at the end of an F, at most
-    double peak;                           // of all
+    double weights, gradients,
+        optimizer;  // clocked: at their peaks; by closed forms: without units at work
+    double kept;    // activations at the end of an F, at most
+    double peak;    // of all
 } LoneMemory;
 // Ranks that share a block's weights, and those that have the same experts; their neighbours are so many
 // ranks apart.

@@ -1,9 +1,10 @@
 // find_config.c: finds the layouts that train a model fastest on a cluster, and says how far to trust the
 // figure. Playbook: "Finding the Best Training Configuration", "Benchmarking thousands of configurations".
 //
-// Published runs fit the clock's eight factors: six shares of peaks and bandwidths that real programs reach,
-// the size of a multiply that reaches half of its rate, and the share of communication that is hidden. With
-// this clock the search makes two passes, in one process that stands for all ranks:
+// Eight factors are fitted to published runs. Seven set the clock: six shares of peaks and bandwidths that real
+// programs reach, and the size of a multiply that reaches half of its rate. The eighth, the share of
+// communication that is hidden, is for the steps of other programs (cost.c). With this clock the search makes
+// two passes, in one process that stands for all ranks:
 //
 //     every legal layout     closed forms of what a rank holds and how long a step takes, from a dry run of
 //                            one block that many layouts share: microseconds each
@@ -67,12 +68,13 @@ static void report_none(const Goal *goal, int64_t legal) {
     double filled = ceil((memory_states_bytes(&need) - need.gradients) / goal->memory);
     const char *s = plural(goal->gpus);
     if (legal == 0)
-        report_that(false,
-                    "no layout of %d GPU%s is legal: dp x pp x cp x tp is %d, where dp divides the "
-                    "sequences of a step (%lld), of which a rank takes at most %d, pp is at most the number "
-                    "of layers (%ld), tp divides the heads of K/V (%ld), and tp and cp are powers of two",
-                    goal->gpus, s, goal->gpus, (long long)goal->sequences,
-                    MICRO_BATCH_MOST * MICRO_BATCHES_MOST, goal->model.layers, goal->model.kv_heads);
+        report_that(
+            false,
+            "no layout of %d GPU%s is legal: dp x pp x cp x tp is %d, where dp divides the "
+            "sequences of a step (%lld), of which a rank takes at most %d, pp is at most the number "
+            "of layers (%ld), tp divides the heads of K/V (%ld), and tp and cp are powers of two",
+            goal->gpus, s, goal->gpus, (long long)goal->sequences, MICRO_BATCH_MOST * MICRO_BATCHES_MOST,
+            goal->model.layers, goal->model.kv_heads);
     else if (filled > goal->gpus)
         report_that(false,
                     "no layout of %d GPU%s fits: weights, gradients and optimizer state alone fill %.0f",

@@ -114,7 +114,7 @@ static void each_schedule(Space *s, Found f) {
     }
 }
 
-// The same ranks with each stage of ZeRO, full or no recomputation, rows of a region whole or shared. Flash
+// The same ranks with each stage of ZeRO, full or no recomputation, with and without sequence parallelism. Flash
 // attention stores no scores, so that selective recomputation would take time and save no memory.
 static void each_sharding(Space *s, Found f) {
     bool experts = s->goal->model.experts > 0;

@@ -33,8 +33,8 @@ static bool flash(const Config *c) { return c->cp == 1 && flash_attention.enable
 
 // ---- --fp8-wire on one device ----
 
-// One device rounds what ranks round to send it: as a group of one it sends it to itself. (Not where rank 0
-// writes text alone, with all weights but the flags of many ranks.)
+// One device rounds what ranks round to send it: as a group of one it sends it to itself. (Not when rank 0
+// alone writes the sample: it has all weights, but its flags are still those of many ranks.)
 static bool on_one(const Config *c) { return c->dp * c->pp * c->cp * c->tp * c->ep == 1; }
 static bool weights_to_itself(const Config *c) {
     return on_one(c) && config_number(c, "fp8-wire") && config_number(c, "zero") >= 3;

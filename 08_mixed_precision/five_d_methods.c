@@ -44,8 +44,8 @@ static const Method methods[] = {
 };
 enum { METHODS = sizeof methods / sizeof *methods };
 
-// Llama 3 8B, 8 sequences in a step, one in a micro-batch. Without recomputation scores are stored; with
-// recomputation, and always with context parallelism, attention works tile by tile, as flash attention does.
+// Llama 3 8B, 8 sequences in a step, one in a micro-batch. tiles: attention works tile by tile, as flash
+// attention does; else it stores the scores (with context parallelism it never does).
 static Config model_of(const Method *method, int64_t seq, int recompute, bool tiles) {
     Config c = config_of_model("llama-3-8b", "dtype=bf16 micro-batch=1 steps=3");
     c.seq = seq;
@@ -64,12 +64,12 @@ static Config model_of(const Method *method, int64_t seq, int recompute, bool ti
     return c;
 }
 
-// Of the rank that holds most; `cost` (may be NULL) takes that of rank 0.
-static Need need_of(const Config *c, StepCost *rank_0) {
+// Of the rank that holds most; `own` (may be NULL) is set to this rank's cost.
+static Need need_of(const Config *c, StepCost *own) {
     bool alone = c->dp * c->pp * c->cp * c->tp == 1;
     Mesh mesh = alone ? mesh_single() : mesh_new(layout_shape(c));
     StepCost cost = program_cost(c, mesh, alone ? five_d_one_device() : five_d_layouts());
-    if (rank_0) *rank_0 = cost;
+    if (own) *own = cost;
     Need need, most;
     for (int i = 0; i < KINDS; i++) need.bytes[i] = (double)cost.memory.peak[kinds[i]];
     double largest = comm_max(need_sum(&need), comm_world());
@@ -200,9 +200,10 @@ static void check_comparison(double tokens[2][2], double micros[2][2], double me
     report_that(tokens[0][1] < tokens[0][0],
                 "exposed: of ZeRO-3 %.2f with long micro-batches, expected less than with short ones, %.2f",
                 tokens[0][1], tokens[0][0]);
-    report_that(micros[1][1] < part * micros[1][0],
-                "exposed: of a pipeline %.2f with many micro-batches, expected less than %.1f of few's, %.2f",
-                micros[1][1], part, micros[1][0]);
+    report_that(
+        micros[1][1] < part * micros[1][0],
+        "exposed: of a pipeline %.2f with many micro-batches, expected less than %.1f of few's, %.2f",
+        micros[1][1], part, micros[1][0]);
     if (messages > 0.5)
         say("  (A stage's messages take %.2g times as long as what it computes. More micro-batches hide\n"
             "  the bubble, not these: the share is held to fall, but not to a half.)",
@@ -219,8 +220,7 @@ static void print_comparison(void) {
         need_of(&c, &cost[i]);
         for (int j = 0; j < 2; j++) {
             tokens[i][j] = exposed_share(column[i], 1024 << 3 * j, methods[column[i]].pp, &messages);
-            micros[i][j] =
-                exposed_share(column[i], 4096, methods[column[i]].pp * (j ? 8 : 1), &messages);
+            micros[i][j] = exposed_share(column[i], 4096, methods[column[i]].pp * (j ? 8 : 1), &messages);
         }
     }
     say("\n  %-48s %20s %20s", "", "ZeRO-3", "pipeline");

@@ -3,7 +3,7 @@
 //
 // The plan is one dry step: every operation and message is counted and clocked, none is executed. The step
 // that is then executed must give the same table, to the byte. With experts, routing decides how many tokens
-// a rank gets; the plan deals them out evenly. Where documents end, it does not know either, and clocks whole
+// a rank gets; the plan deals them out evenly. Nor does it know where documents end: it clocks whole
 // sequences. This file has no main.
 #include <math.h>
 #include <stdlib.h>

@@ -9,7 +9,7 @@
 //     e4m3      s eeee mmm                             for weights and activations
 //     e5m2      s eeeee mm                             for gradients: float16's range
 //
-//     e > 0   (-1)^s  2^(e - bias)  (1 + f / 2^M)      normal: 2^M from each power of two to the next
+//     e > 0   (-1)^s  2^(e - bias)  (1 + f / 2^M)      normal: 2^M numbers from each power of two on
 //     e = 0   (-1)^s  2^(1 - bias)  (f / 2^M)          subnormal: in equal steps down to 0
 //
 // So the exponent's bits buy range, the mantissa's bits resolution. Epsilon is the step from 1 to the next
@@ -20,7 +20,7 @@
 //
 // Rounded to nearest, a weight in bf16 loses every update below half a step, however many there are; rounded
 // stochastically it does not. Beyond the largest number bfloat16 and float16 become infinity; what training
-// stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers. Bytes sent: none.
+// stores in 8 bits saturates, and e4m3 has no infinity: of those codes only the last is NaN. Bytes sent: none.
 // Run: build/08_mixed_precision/formats                (--value 0.1, --svg points.svg)
 // Last line: PASS formats: five formats are what their bits say …
 #include <math.h>

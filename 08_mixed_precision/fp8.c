@@ -17,10 +17,10 @@
 //
 // A CPU multiplies codes without error: a recipe changes only the casts and the sums.
 // Bytes sent: one all-reduce a step, of 3 numbers for each parameter tensor (te-delayed); one number for each
-// tensor that is cast and that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire
+// tensor that is cast and that ranks share (te-current, fp8-lm, nanotron); nothing (tiles). With --fp8-wire
 // ZeRO-3's weights and --sp's rows are sent in 8 bits, with a scale for each 128. In the proof one device
 // sends them to itself, so it rounds at the same places; but which 128 share a scale depends on where a
-// rank's part begins. So these errors count in the bound (bound.c): its run in f64 sends f64.
+// rank's part begins. So these errors count in the bound (bound.c), whose reference run in f64 sends f64.
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
 // Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: the ranks reproduce the single-device step …
@@ -71,7 +71,7 @@ static void recipe(Recipe *recipe, const Config *c) {
 }
 
 // Scales computed from tokens equal those of one device if the same tokens share them. Otherwise, only a
-// dtype that rounds as coarsely can be proven. And what ranks sum differs from one device's in a last bit: in
+// 16-bit dtype can be proven, whose own rounding already moves some elements to the next code. And what ranks sum differs from one device's in a last bit: in
 // f64 it hardly ever rounds to another code, in f32 in a few runs of a hundred, with a far larger difference.
 static void check_tokens(const Config *c, const Fp8Recipe *r) {
     if (c->no_check || c->dtype == BF16 || c->dtype == F16) return;
@@ -113,8 +113,9 @@ static void check(const Config *c) {
           config_number(c, "fp8-tile"), r ? r->name : "none");
     if (!r) return;
     CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
-          "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "
-          "ranks of --ep cast other experts: --fp8 te-delayed would fit",
+          "--fp8 %s all-reduces amax over --tp and --cp at each cast, and ranks of --ep cast other "
+          "experts, so "
+          "their calls would not match: --fp8 te-delayed would fit",
           r->name);
     CHECK(r->tile || r->history || c->tp == 1 || !config_number(c, "async-tp"),
           "--fp8 %s with --async-tp: rows are multiplied as they come, and the scale of all is not known "
@@ -128,8 +129,10 @@ static void check(const Config *c) {
           "its gradient; --tp %ld would fit",
           c->tp, c->kv_heads, c->kv_heads);
     CHECK(r->moment == F64 || c->dtype == F64 || !config_number(c, "gradient"),
-          "--fp8 %s says in what gradients are stored, %s: leave out --gradient f32", r->name,
-          dtype_name(r->gradient));
+          "--fp8 %s stores gradients in %s: leave out --gradient f32", r->name, dtype_name(r->gradient));
+    CHECK(r->master == F64 || c->dtype == F64 ||
+              !(config_number(c, "master") || config_number(c, "sum") || config_number(c, "rounding")),
+          "--fp8 %s has masters and sums of its own: leave out --master, --sum and --rounding", r->name);
     CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
           r->name);

@@ -141,7 +141,7 @@ static Table table_open(const char *path, int64_t cells) {
     if (!path) return t;
     struct stat status;
     CHECK(stat(path, &status) != 0 || S_ISREG(status.st_mode),
-          "--table %s is no file on a disk, where a run that goes on would find its results", path);
+          "--table %s is not a regular file: a continued run must find its results there", path);
     FILE *old = fopen(path, "r");
     char line[1024] = "\n", what[16];
     int64_t begun = -1, fatal_cell = -1;
@@ -314,7 +314,7 @@ int main(int argc, char **argv) {
     say("%lld combinations of %d rank%s", (long long)all, comm_ranks(), plural(comm_ranks()));
     for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
-    say("  %6lld can be, of which these %s: %lld", (long long)cells.count,
+    say("  %6lld are possible, of which %s: %lld", (long long)cells.count,
         list ? "would be proven" : "are proven now", (long long)chosen);
     for (int64_t i = 0; i < chosen && list; i++)
         say("%8lld  %s", (long long)cell[i].number, matrix_text(&cell[i]));

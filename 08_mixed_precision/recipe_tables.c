@@ -6,7 +6,8 @@
 //
 // Long sums: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products (DeepSeek-V3), so products
 // that are small beside the sum are lost, and more of them the longer the sum is. They add 32 products at a
-// time, each cut off where the largest of these and the sum so far ends after 14 bits (sum_in_bits). Sums
+// time to the sum: all are aligned to the largest exponent among them, and bits below its 14th are cut off, as
+// are those of the result (sum_in_bits). Sums
 // that are moved to f32 every 128 products stay short.
 //
 // This file has no main: fp8.c runs it.
@@ -62,7 +63,7 @@ static double relative_error(Tensor got, Tensor want, double *bias) {
     }
     free(x);
     free(y);
-    if (bias) *bias = off / sum;
+    *bias = off / sum;
     return sqrt(error / norm);
 }
 
@@ -110,7 +111,8 @@ static double outlier_error(const Fp8Recipe *r, double outlier) {
 static void show_outliers(void) {
     static const double sizes[] = {0, 1e3, 1e5, 1e6};
     double error[8][4];
-    say("\nx W^T of 512 products, one element of x in 4,096 this many times as large: the error of all other "
+    say("\nx W^T of 512 products, one element of x in 4,096 this many times as large: the error of all "
+        "other "
         "rows\n");
     say("  %-12s %10s %10s %10s %10s", "", "none", "1e3", "1e5", "1e6");
     for (int i = 0; i < fp8_recipe_count; i++) {
@@ -246,7 +248,8 @@ static void show_bytes(void) {
         if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
         show_row(r->name, &c, fp8_one_device, r, r->playbook);
     }
-    say("  (in no column: scales; a second cast of 1 byte, in te-delayed and te-current both casts; and the\n"
+    say("  (in no column: scales; a second cast of 1 byte, in te-delayed and te-current both casts; and "
+        "the\n"
         "  bf16 weights from which the emulation casts in fp8-lm and deepseek)");
 }
 

@@ -77,7 +77,7 @@ static void more(Mesh mesh, const Config *config) {
     five_d_plan_compare(planned, run, mesh, config);
     report_quiet(quiet);
     bool as_planned = report_holds() && !config->experts;  // experts: what is held depends on the data
-    say("\nA computed step (two and their set-up took %.2f s here)%s", seconds,
+    say("\nAn executed step (two steps and their set-up took %.2f s here)%s", seconds,
         as_planned ? ": each rank holds and sends what the plan says" : "");
     if (!as_planned || config->verbose) five_d_plan_print(run, mesh, config);
     free(run);

@@ -49,7 +49,7 @@ one="$f32 --dtype bf16 --layers 1 --steps 1 --shown 0"
 passes "gradients in f32, columns, rows and vocabulary on 2 ranks" $all $one --ranks 2 --pp 1 --tp 2 --sp \
     --vocab-parallel
 passes "gradients in f32, hybrid sharding" $all $one --ranks 4 --pp 1 --tp 1 --zero hybrid --shard-ranks 2
-refused "deepseek says in what gradients are stored, bf16: leave out" $all $one --fp8 deepseek
+refused "deepseek stores gradients in bf16: leave out" $all $one --fp8 deepseek
 
 # The weights of several steps have the same bits on any layout that keeps the order of sums.
 small="--dtype bf16 --layers 2 --hidden 48 --heads 6 --kv-heads 2 --ffn 88 --seq 31 --micro-batch 2"

@@ -122,7 +122,11 @@ done
 passes "f32: dp 2, whose ranks sum no activations" $program $one --dtype f32
 refused "an expert's scales would be of other tokens than on one device; --dtype bf16 would fit" $program \
     $one --fp8 te-current --experts 4 --ep 2
-refused "cast other experts: --fp8 te-delayed would fit" $program --fp8 te-current --ranks 4 \
+for flags in "--master none" "--sum 16-bit" "--master none --rounding stochastic"; do
+    refused "--fp8 nanotron has masters and sums of its own: leave out --master" $program --fp8 nanotron \
+        --dtype bf16 $flags
+done
+refused "cast other experts, so their calls would not match: --fp8 te-delayed would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2
 refused "rows are multiplied as they come" $program --fp8 te-current --tp 2 --sp --async-tp
 passes "delayed: tp 2, rows in flight" $program $one --tp 2 --sp --async-tp

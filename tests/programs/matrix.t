@@ -12,7 +12,7 @@ grep -q ' 5949 of 11520 refused' "$out"
 report $? "and no combination more is refused than those that cannot be"
 passes "every pair on 6 ranks that does not meet on 8" matrix --ranks 6 --met-on 8
 passes "list: every pair on 12 ranks meets in some cell" matrix --ranks 12 --list
-grep -q 'can be, of which these would be proven: [1-9]' "$out"
+grep -q 'are possible, of which would be proven: [1-9]' "$out"
 report $? "list: says that it proves none"
 passes "parts: one of 250 on 2 ranks" matrix --ranks 2 --part 2/250 --table "$work/table"
 if [ -e "$work/table" ]; then
@@ -61,8 +61,8 @@ refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3
 refused "--part 1/3x: which of how many" matrix --ranks 2 --part 1/3x
 refused "--cell says which cells, and nothing reads --part then" matrix --cell 3 --part 1/3
 refused "--part says which cells, and nothing reads --met-on then" matrix --part 1/3 --met-on 8
-refused "--table /dev/null is no file on a disk" matrix --ranks 2 --cell 2 --table /dev/null
-refused "--table /dev/full is no file on a disk" matrix --ranks 2 --cell 2 --table /dev/full
+refused "--table /dev/null is not a regular file" matrix --ranks 2 --cell 2 --table /dev/null
+refused "--table /dev/full is not a regular file" matrix --ranks 2 --cell 2 --table /dev/full
 refused "--list proves no cell, and --table tells of those that are" matrix --list --table "$work/list"
 refused "--machine is not one of matrix's flags" matrix --list --machine h200
 refused "--trace is not one of matrix's flags" matrix --list --trace "$work/trace"
