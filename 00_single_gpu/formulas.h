@@ -13,7 +13,7 @@ typedef struct MemoryPlan {
     double optimizer_bytes;  // k, bytes of optimizer for each parameter; 0: AdamW's for the dtype
     int64_t zero, tp, dp;    // stage 0 to 3, degrees
     bool sp;                 // sequence parallelism beside tp
-    bool whole_vocabulary;   // tp leaves embedding and output layer whole on every rank, or shards them
+    bool whole_vocabulary;   // with tp embedding and output layer are whole on every rank; else sharded
 } MemoryPlan;
 
 typedef struct MemoryNeed {  // bytes on one rank

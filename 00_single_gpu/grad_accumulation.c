@@ -5,12 +5,15 @@
 //
 //     gbs = mbs x grad_acc          dW = sum over micro-batches of d(loss_i)/dW
 //
+// where loss_i is the sum of the token losses of micro-batch i, divided by the labels of the whole batch.
+//
 // The one trap is the mean. The loss is the mean over all labels of the global batch, so each micro-batch
 // must divide by that count and not by its own: once micro-batches have unequal label counts, a mean of
 // means is a different number.
 //
 // Memory: activations of one micro-batch instead of the whole batch; gradients live through all
-// micro-batches. Bytes sent: none.
+// micro-batches. Time: in 16 bits each further micro-batch's gradients are added to f32 sums (2 + 4 bytes read
+// for each parameter, 4 written) and zeroed (2 written). Bytes sent: none.
 // Run: build/00_single_gpu/grad_accumulation      (--masked alone, --dtype f32, --micro-batch 12 …)
 // Last line: PASS grad_accumulation: every split of the batch makes the same step …
 #include <stdlib.h>
@@ -33,7 +36,7 @@ void micro_batches_in_turn(void *context, Model *model, const StepInput *input) 
     (void)context;
     model_begin_step(model, input->micro_batches);
     for (int64_t i = 0; i < input->micro_batches; i++) {
-        MicroBatch micro = micro_batch_of(model, input, i, input->loss_scale[i]);
+        MicroBatch micro = micro_batch_of(model, input, i);
         clock_push("forward");
         model_forward(model, &micro);
         clock_pop();

@@ -218,7 +218,7 @@ static void print_need(const MemoryPlan *plan) {
 static void print_sweep(const MemoryPlan *plan) {
     enum { ROWS = 8, WIDTH = 60 };
     MemoryPlan at = *plan;
-    at.model.seq = plan->model.seq >= 8 * plan->tp ? plan->model.seq / 8 : plan->model.seq;
+    at.model.seq = plan->model.seq % (8 * plan->tp) ? plan->model.seq : plan->model.seq / 8;
     say("\n  sequence      states activations  p parameters, g gradients, o optimizer, a activations");
     for (int row = 0; row < ROWS; row++, at.model.seq *= 2) {
         MemoryNeed need = memory_need(&at);

@@ -77,16 +77,16 @@ MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32
     return micro;
 }
 
-MicroBatch micro_batch_of(const Model *m, const StepInput *input, int64_t index, double loss_scale) {
+MicroBatch micro_batch_of(const Model *m, const StepInput *input, int64_t index) {
     const int32_t *tokens = input->tokens, *targets = input->targets;
     if (tokens) tokens += index * input->b * m->config.seq, targets += index * input->b * m->config.seq;
-    return micro_batch_new(m, index, input->b, tokens, targets, loss_scale);
+    return micro_batch_new(m, index, input->b, tokens, targets, input->loss_scale[index]);
 }
 
 void micro_batch_free(Model *m, MicroBatch *micro) {
-    Tensor *const all[] = {&micro->tokens,      &micro->targets,  &micro->positions,  &micro->x,
-                           &micro->dx,          &micro->head.x,   &micro->head.rstd,  &micro->head.norm,
-                           &micro->head.logits, &micro->head.lse, &micro->head.dnorm, &micro->loss};
+    Tensor *const all[] = {&micro->tokens,      &micro->targets,  &micro->positions,    &micro->x,
+                           &micro->dx,          &micro->head.x,   &micro->head.rstd,    &micro->head.norm,
+                           &micro->head.logits, &micro->head.lse, &micro->head.dweight, &micro->loss};
     m->sockets.linear.drop(m->sockets.linear.context, &micro->head.linear);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
     for (int64_t layer = 0; layer < m->config.layers; layer++) block_drop(m, &micro->block[layer], false);

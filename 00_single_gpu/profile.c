@@ -16,7 +16,7 @@
 // So a run can pass its first step and run out of memory in the second. (In the playbook's figure gradients
 // grow during backward, where PyTorch allocates them.) Bytes sent: none. Memory: as in train.c.
 // Run: build/00_single_gpu/profile          (--recompute full; --model llama-3-8b --dtype bf16 --dry-run)
-// Last line: PASS profile: optimizer state appears after the first step and adds … to every later peak
+// Last line: PASS profile: optimizer state appears at the end of step 1 and adds … to every later peak
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,7 +103,8 @@ static void print_steps(const double *seconds, int64_t steps) {
     double later = 0;
     for (int64_t step = 1; step < steps; step++) later += seconds[step] / (double)(steps - 1);
     if (steps > 1)
-        say("\n  step 1 took %.1f ms, the later ones %.1f ms on average", 1e3 * seconds[0], 1e3 * later);
+        say("\n  these rows average all steps: step 1 took %.1f ms, the later ones %.1f ms on average",
+            1e3 * seconds[0], 1e3 * later);
     report_series("wall seconds of each step", seconds, steps);
 }
 
@@ -234,7 +235,7 @@ int main(int argc, char **argv) {
     free(seconds);
     free(title);
     for (int i = 0; i < 2; i++) free(beside[i]);
-    return report_verdict("optimizer state appears after the first step and adds %s to every later peak",
+    return report_verdict("optimizer state appears at the end of step 1 and adds %s to every later peak",
                           bytes_text(optimizer));
 }
 #endif

@@ -1,7 +1,7 @@
 // recompute.c: activation recomputation. Playbook: "Activation recomputation"; Korthikanti et al. 2022.
 //
-// Changes from 00_single_gpu/transformer.c: what is cheap to recompute is freed after a block's forward and
-// recomputed before its backward from what was kept. Gradients are the same to the last bit.
+// Changes from 00_single_gpu/transformer.c: after a block's forward, attention's probs (selective) or all but
+// the block's input (full) are freed; they are recomputed before its backward. No bit of a gradient changes.
 //
 //                 kept per block, elements                      computed a second time per block
 //     none        n (4 h + 2 a d + 2 kv d + 3 f + a s) + 2n*    nothing
@@ -94,7 +94,8 @@ static Record run(const Config *with, Recompute kind) {
     Record record = train_record(t, names[kind]);
     trainer_free(t);
     int64_t left = memory_account().now[MEMORY_ACTIVATION];
-    report_that(left == 0, "%s: %lld B of activations are left after the run", names[kind], (long long)left);
+    report_that(left == 0, "%s: %lld B of activations are left after the run", names[kind],
+                (long long)left);
     return record;
 }
 

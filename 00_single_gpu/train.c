@@ -26,8 +26,8 @@ static void run_micro_batches(Trainer *t, const StepInput *input) {
     Params *params = &t->model->params;
     params_zero_grads(params);
     sockets->schedule.run(sockets->schedule.context, t->model, input);
-    // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
-    // weight, for which every rank that has a copy then holds the same elements.
+    // All reductions must finish before the optimizer steps. Replicas come first (ZeRO: by reduce-scatter):
+    // only then do all ranks with a copy of a weight hold the same elements of its gradient, to be summed.
     sockets->gradients.finish(sockets->gradients.context, t->model);
     params_sum_copies(params);
 }
@@ -103,7 +103,7 @@ static void explain_bad_loss(Trainer *t, const StepInput *input) {
     Model *m = t->model;
     Group world = m->mesh.world;
     for (int64_t i = 0; i < input->micro_batches; i++) {
-        MicroBatch micro = micro_batch_of(m, input, i, input->loss_scale[i]);
+        MicroBatch micro = micro_batch_of(m, input, i);
         micro.index = -1;  // not training
         double loss = m->sockets.schedule.evaluate(m->sockets.schedule.context, m, &micro);
         const char *bad = isfinite(loss) ? NULL : micro_batch_first_bad(m, &micro);
@@ -191,7 +191,7 @@ double held_out_loss(Trainer *t, int64_t samples) {
     }
     free(tokens);
     free(targets);
-    return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
+    return comm_sum(sum, replicas) / comm_sum(labels, dp);
 }
 
 // ---- a trainer: the model, sharded and plugged ----

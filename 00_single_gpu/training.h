@@ -55,7 +55,7 @@ typedef struct Price {
     // dry run knows.
     double values, gradients, states;  // elements; negative: all
     double more[MEMORY_KINDS];         // of MEMORY_PARAMETER, MEMORY_GRADIENT and MEMORY_OPTIMIZER
-    double blocks;  // how many blocks' activations this rank keeps at once
+    double blocks;                     // how many blocks' activations this rank keeps at once
     PriceKept block[MOST_KEPT], end[MOST_KEPT];
     int block_rows, end_rows;
 } Price;
@@ -74,12 +74,13 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // its own, without targets: they become settings of the Config (config_number)
     int options;
-    const char *asked;  // flags that turn it on ("--zero 1"), or the flag of an axis ("--pp", whose degree a
-                        // message then chooses), for messages about its options; NULL: it is on
-    unsigned axes;      // axes of the mesh over which it shares work, 1 << AXIS_…; 0: one device's
-    unsigned brings;    // groups of shared options, CONFIG_…, that programs with it have
-    unsigned wraps;     // sockets, 1 << SOCKET_…, in which it replaces an earlier plug and calls it, from
-                        // the Sockets that its own plug has found
+    const char
+        *asked;       // flags that turn it on ("--zero 1"), or the flag of an axis ("--pp", whose degree a
+                      // message then chooses), for messages about its options; NULL: it is on
+    unsigned axes;    // axes of the mesh over which it shares work, 1 << AXIS_…; 0: one device's
+    unsigned brings;  // groups of shared options, CONFIG_…, that programs with it have
+    unsigned wraps;   // sockets, 1 << SOCKET_…, in which it replaces an earlier plug and calls it, from
+                      // the Sockets that its own plug has found
     // Each may be NULL.
     bool (*enabled)(const Config *config);  // whether these flags turn it on; NULL: it is always on
     void (*check)(const Config *config);    // fatal, naming the flags, if it is impossible with them
@@ -125,7 +126,7 @@ typedef struct Trainer {
     double labels_ahead;
     double loss, grad_norm, lr;  // of the last step
     int64_t kept_bytes;          // activation bytes held at the end of a micro-batch's forward, peak
-    double underflows, rounded;  // op_underflows at the start, negated
+    double underflows, rounded;  // op_underflows at the start
 } Trainer;
 
 // Fills `on` with those of the list that are on; returns how many. If the technique that decides how tokens

@@ -88,14 +88,14 @@ static Tensor norm_forward(Model *m, Param *weight, Tensor x, Tensor *rstd) {
     op_rmsnorm_forward(y, *rstd, x, param_value(&m->params, weight), m->config.norm_eps);
     return y;
 }
-// y = x + branch(norm(x)):  dx = dy + norm'(dbranch), written over dbranch; *dweight (h) is new, kept for W
-static Tensor norm_backward(Model *m, Param *weight, Tensor dy, Tensor dbranch, Tensor x, Tensor rstd,
+// y = x + branch(norm(x)):  dx = dy + norm'(dnorm), written over dnorm; *dweight (h) is new, kept for W
+static Tensor norm_backward(Model *m, Param *weight, Tensor dy, Tensor dnorm, Tensor x, Tensor rstd,
                             Tensor *dweight) {
     const DType dtype = dtype_wider(x.dtype, m->params.recipe.gradient);
     *dweight = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(tensor_columns(x)));
     op_fill(*dweight, 0);
-    op_rmsnorm_backward(dbranch, *dweight, dy, dbranch, x, param_value(&m->params, weight), rstd);
-    return dbranch;
+    op_rmsnorm_backward(dnorm, *dweight, dy, dnorm, x, param_value(&m->params, weight), rstd);
+    return dnorm;
 }
 
 // ---- W and the gradients socket ----
@@ -172,7 +172,7 @@ static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     // y = x2 + mlp(norm2(x2))
     Tensor dy = take(&micro->dx);
     Tensor dnorm2 = sockets->mlp.backward_input(sockets->mlp.context, m, micro, layer, dy);
-    Tensor dx2 = norm_backward(m, w->norm2, dy, dnorm2, kept->x2, kept->rstd2, &kept->dnorm2);
+    Tensor dx2 = norm_backward(m, w->norm2, dy, dnorm2, kept->x2, kept->rstd2, &kept->dweight2);
     tensor_free(&dy);
     tensor_free(&kept->x2);
     tensor_free(&kept->rstd2);
@@ -198,7 +198,7 @@ static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     linears_backward_input(m, 3, (Param *[]){w->q, w->k, w->v}, dinside,
                            (Tensor[]){kept->dq, kept->dk, kept->dv}, &kept->linear[0]);
     micro->dx = norm_backward(m, w->norm1, dx2, enter_backward(m, micro, dinside), kept->x, kept->rstd1,
-                              &kept->dnorm1);
+                              &kept->dweight1);
     tensor_free(&dx2);
     tensor_free(&kept->x);
     tensor_free(&kept->rstd1);
@@ -212,21 +212,22 @@ static void block_backward_weight(Model *m, MicroBatch *micro, int layer) {
 
     begin_gradient(m, unit);
     m->sockets.mlp.backward_weight(m->sockets.mlp.context, m, micro, layer, kept->norm2);
-    add_norm_gradient(m, w->norm2, &kept->dnorm2);
+    add_norm_gradient(m, w->norm2, &kept->dweight2);
+    // Forward kept norm1, not what enter returned: with sequence parallelism W all-gathers the rows again.
     Tensor inside = enter(m, micro, kept->norm1);
     linears_backward_weight(m, 1, &w->o, &kept->dx2, kept->o, &kept->linear[1]);
     linears_backward_weight(m, 3, (Param *[]){w->q, w->k, w->v}, (Tensor[]){kept->dq, kept->dk, kept->dv},
                             inside, &kept->linear[0]);
     tensor_free(&inside);
-    add_norm_gradient(m, w->norm1, &kept->dnorm1);
+    add_norm_gradient(m, w->norm1, &kept->dweight1);
     block_drop(m, kept, false);
     model_gradient_ready(m, unit);
 }
 
 void block_drop(Model *m, BlockKept *kept, bool keep_input) {
-    Tensor *const all[] = {&kept->rstd1, &kept->norm1, &kept->q,     &kept->k,      &kept->v,
-                           &kept->o,     &kept->x2,    &kept->rstd2, &kept->norm2,  &kept->dx2,
-                           &kept->dq,    &kept->dk,    &kept->dv,    &kept->dnorm1, &kept->dnorm2};
+    Tensor *const all[] = {&kept->rstd1, &kept->norm1, &kept->q,     &kept->k,        &kept->v,
+                           &kept->o,     &kept->x2,    &kept->rstd2, &kept->norm2,    &kept->dx2,
+                           &kept->dq,    &kept->dk,    &kept->dv,    &kept->dweight1, &kept->dweight2};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
     m->sockets.attention.drop(m->sockets.attention.context, &kept->attention);
     m->sockets.mlp.drop(m->sockets.mlp.context, &kept->mlp);
@@ -294,7 +295,7 @@ static void head_backward_input(Model *m, MicroBatch *micro) {
     linears_backward_input(m, 1, &m->head, dinside, &kept->logits, &kept->linear);
     Tensor dnorm = m->sockets.vocabulary.enter_backward(m->sockets.vocabulary.context, micro, dinside);
     tensor_free(&dinside);
-    micro->dx = norm_backward(m, m->norm, (Tensor){0}, dnorm, kept->x, kept->rstd, &kept->dnorm);
+    micro->dx = norm_backward(m, m->norm, (Tensor){0}, dnorm, kept->x, kept->rstd, &kept->dweight);
     release_head(m, BACKWARD);
     tensor_free(&kept->x);
     tensor_free(&kept->rstd);
@@ -308,7 +309,7 @@ static void head_backward_weight(Model *m, MicroBatch *micro) {
     Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, micro, kept->norm);
     linears_backward_weight(m, 1, &m->head, &kept->logits, inside, &kept->linear);
     tensor_free(&inside);
-    add_norm_gradient(m, m->norm, &kept->dnorm);
+    add_norm_gradient(m, m->norm, &kept->dweight);
     tensor_free(&kept->logits);
     tensor_free(&kept->norm);
     m->sockets.linear.drop(m->sockets.linear.context, &kept->linear);

@@ -2,6 +2,10 @@
 //
 // Letters: b micro-batch, s sequence, n = b s tokens, h hidden, a heads, d head size, kv key/value heads,
 // f feed-forward, v vocabulary, L layers. A gradient is "d" and the name. Shapes are what this rank stores.
+//
+// Backward has two halves: B computes the gradients of activations, down to a unit's input; W adds to those of
+// weights, and may run later. A socket is a set of functions that the model calls at given points of a step; a
+// technique's plug replaces some of them.
 #ifndef TRANSFORMER_H
 #define TRANSFORMER_H
 
@@ -59,16 +63,16 @@ typedef struct BlockKept {
     Tensor x2;            // (n, h) x + attention
     Tensor rstd2, norm2;  // (n), (n, h) output of the MLP norm
     MlpKept mlp;
-    void *linear[2];         // private to the linear socket: for q, k and v, and for o
-    Tensor dx2, dq, dk, dv;  // computed by B, used by W: gradients at the outputs of the linears …
-    Tensor dnorm1, dnorm2;   // … and (h) of the norms' weights
+    void *linear[2];            // private to the linear socket: for q, k and v, and for o
+    Tensor dx2, dq, dk, dv;     // computed by B, used by W: gradients at the outputs of the linears …
+    Tensor dweight1, dweight2;  // … and (h) of the norms' weights
 } BlockKept;
 
 typedef struct HeadKept {
     Tensor x, rstd, norm;  // (n, h), (n), (n, h)
     Tensor logits, lse;    // (n, v), (n)
     void *linear;
-    Tensor dnorm;  // (h)
+    Tensor dweight;  // (h) of the norm
     // B turns logits into dlogits in place; W uses them
 } HeadKept;
 
@@ -101,7 +105,7 @@ typedef struct StepInput {
 // ---- the sockets: where a parallelism plugs in ----
 
 // An empty socket has the single-device behaviour (sockets.c); a technique's plug fills some and leaves the
-// rest. A socket's functions are passed its `context`, and none is ever NULL. B adds to no weight's gradient:
+// rest. A socket's functions are passed its `context`, which may be NULL; no function is. B adds to no weight's gradient:
 // it keeps what it computes for W. So only W calls the gradients socket, and the Bs and Ws of several
 // micro-batches may run in any legal order.
 typedef struct Model Model;
@@ -139,8 +143,9 @@ typedef struct Sockets {
         void (*micro_batch_ready)(void *context, Model *model, bool last);
         void (*finish)(void *context, Model *model);
     } gradients;
-    // On entering and leaving the part of a block that tensor parallelism shards. The caller owns the
-    // returned tensor. rows: how many x has outside that part.
+    // On entering and leaving the part of a block that tensor parallelism shards. f and f* are the playbook's
+    // operators of tensor parallelism, g and g* those of sequence parallelism. The caller owns the returned
+    // tensor. rows: how many x has outside that part.
     struct {
         void *context;
         int64_t (*rows)(void *context, const MicroBatch *micro);
@@ -220,11 +225,11 @@ typedef struct Sockets {
     } schedule;
     // Whether the optimizer may step on gradients of this norm; the same answer on every rank. It may
     // change Model.grad_scale for later steps, and a plug that does so also decides what an infinite norm
-    // means. An optimizer of a technique's own steps here, and answers false: each unit's own_values, by
-    // own_grads times clip_scale(norm, config.clip) / grad_scale. The trainer then calls
-    // parameters.stepped for every unit, as always. Weights in 16 bits have masters, which only the
-    // trainer's optimizer reaches: such a technique refuses them, and runs beside --optimizer sgd, which
-    // keeps no state in f64 and f32.
+    // means. A technique with its own optimizer updates the weights here and answers false: each unit's
+    // own_values, from own_grads times clip_scale(norm, config.clip) / grad_scale. The trainer then calls
+    // parameters.stepped for every unit, as always. Such a technique must refuse 16-bit weights, whose
+    // masters only the trainer's optimizer reaches, and is run with --optimizer sgd, which keeps no state in
+    // f64 and f32.
     struct {
         void *context;
         bool (*accept)(void *context, Model *model, double grad_norm);
@@ -255,10 +260,10 @@ struct Model {
     int embedding_unit, first_block_unit, head_unit;  // units of the table; blocks are consecutive …
     int first_expert_unit;  // … and so, after the head, are the experts of each block; 0 without experts
     Sockets sockets;
-    int64_t *ready_left;  // (units) how many more times in this step its gradient becomes final
+    int64_t *ready_left;      // (units) how many more times in this step its gradient becomes final
     struct Routing *routing;  // of a step that is recorded (report.h); NULL: of any other
-    double grad_scale;    // 1; a factor on gradients from the loss to the optimizer, which divides by it.
-                          // Reported losses and norms do not include it.
+    double grad_scale;  // 1; a factor on gradients from the loss to the optimizer, which divides by it.
+                        // Reported losses and norms do not include it.
 };
 
 // A model whose weights are listed but not allocated, each whole on every rank: techniques change
@@ -276,8 +281,8 @@ int64_t config_document_end(const Config *config);
 // micro_batch_free.
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
-// The micro-batch with this index of a step; loss_scale: input's, where nobody wants another.
-MicroBatch micro_batch_of(const Model *model, const StepInput *input, int64_t index, double loss_scale);
+// The micro-batch with this index of a step.
+MicroBatch micro_batch_of(const Model *model, const StepInput *input, int64_t index);
 void micro_batch_free(Model *model, MicroBatch *micro);
 // A loss of 0: (1) f64 on the device, where it stays until the host needs it.
 Tensor loss_new(void);

@@ -17,8 +17,7 @@ static bool counts(const Config *config) {
 
 void underflow_begin(Trainer *t) {
     if (!counts(&t->config)) return;
-    t->underflows = -op_underflows(&t->rounded);
-    t->rounded = -t->rounded;
+    t->underflows = op_underflows(&t->rounded);
 }
 
 void underflow_warn(const Config *config) {
@@ -31,8 +30,8 @@ void underflow_tell(const Trainer *t) {
     Group world = t->model->mesh.world;
     if (!counts(&t->config)) return;
     double all, lost = op_underflows(&all);
-    lost = comm_sum(lost + t->underflows, world);
-    all = comm_sum(all + t->rounded, world);
+    lost = comm_sum(lost - t->underflows, world);
+    all = comm_sum(all - t->rounded, world);
     double share = all > 0 ? lost / all : 0;
     report_number("float16", "share of the logits' gradients that became zero", share, "");
     report_note("without loss scaling %.3g%% of the logits' gradients became zero", 100 * share);

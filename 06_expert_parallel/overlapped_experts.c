@@ -75,7 +75,8 @@ static void begin_pass(unsigned low, unsigned high) {
 // Its lowest part is closed: a stack that grows into it ends the process, and overwrites nothing.
 static char *stack_new(void) {
     char *stack = mmap(NULL, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(stack != MAP_FAILED && mprotect(stack, GUARD, PROT_NONE) == 0, "no memory for a coroutine's stack");
+    CHECK(stack != MAP_FAILED && mprotect(stack, GUARD, PROT_NONE) == 0,
+          "no memory for a coroutine's stack");
     return stack;
 }
 
@@ -130,7 +131,7 @@ enum { ALIVE = 3 };  // micro-batch i stands at i % ALIVE
 
 static MicroBatch *begin_micro_batch(MicroBatch *micro, const Model *m, const StepInput *input, int64_t i) {
     if (i >= input->micro_batches) return NULL;
-    micro[i % ALIVE] = micro_batch_of(m, input, i, input->loss_scale[i]);
+    micro[i % ALIVE] = micro_batch_of(m, input, i);
     return &micro[i % ALIVE];
 }
 
