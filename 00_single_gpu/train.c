@@ -262,7 +262,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     if (!techniques) techniques = one_device;
     if (!device_is_dry_run()) {
         t->data = data_open(config->data, config->vocab, config->seq);
-        if (config->save) t->progress.data = data_print(&t->data);
+        if (config->save) t->progress.data = data_hash(&t->data);
         data_check_same(&t->data, t->progress.data, mesh.world);
     }
     t->model = model_new(config, mesh);
@@ -304,7 +304,7 @@ void *trainer_context(const Trainer *t, const Technique *technique) {
 void resume_check(const Config *config, int dp) {
     if (base_rank() > 0) return;  // rank 0 checks for all
     Data data = data_open(config->data, config->vocab, config->seq);
-    Progress ours = {.batch = config->micro_batch * config->grad_acc * dp, .data = data_print(&data)};
+    Progress ours = {.batch = config->micro_batch * config->grad_acc * dp, .data = data_hash(&data)};
     checkpoint_check_run(config->resume, config, ours);
     data_close(&data);
 }

@@ -62,8 +62,8 @@ void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 // control group has less left than that: Linux would promise the memory, and kill the program once it used
 // it.
 void *host_alloc(size_t bytes);
-// From now on this process is one of so many that ask for the same memory at the same time: the ranks of
-// this machine, or 1 while the others wait.
+// From now on `ranks` processes of this machine, this one included, are taken to ask for the same memory at
+// the same time; 1: this one alone, while the others wait.
 void host_share(int ranks);
 int host_sharers(void);
 // Bytes that the machine and this process's control groups have left, counting as free the memory that only
@@ -71,8 +71,9 @@ int host_sharers(void);
 double host_memory_left(void);
 // Bytes of memory that this process has written to; memory allocated but never written does not count.
 double host_memory_written(void);
-// How many of `cores` cores this process's control groups allow it the time of (docker run --cpus), at
-// least 1. With more threads than that, the kernel would stop all of them for a part of each period.
+// How many cores' worth of time this process's control groups allow it (docker run --cpus): at most
+// `cores`, at least 1. With more threads than that, the kernel would stop all of them for a part of each
+// period.
 int host_cores(int cores);
 // The s of "2 ranks"; "" if n is 1.
 const char *plural(int64_t n);

@@ -1,4 +1,4 @@
-// hash.h: FNV-1a hashes (Fowler, Noll, Vo) of 64 bits.
+// hash.h: hashes of 64 bits, a variant of FNV-1a (Fowler, Noll, Vo).
 #ifndef HASH_H
 #define HASH_H
 

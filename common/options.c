@@ -20,19 +20,21 @@ static const struct {
     {"ranks timeout trust-calls gpus-per-node compute-efficiency network-efficiency timeline timeline-svg "
      "dp bucket-mb",
      "it belongs to chapter 01, data parallelism"},
+    {"gather no-prefetch zero-r shard-ranks", "it belongs to chapter 02, ZeRO"},
     {"zero", "zero1, zero2 and zero3 are one stage each; programs from chapter 03 on have --zero"},
     {"tp sp vocab-parallel async-tp", "it belongs to chapter 03, tensor and sequence parallelism"},
     {"cp context layout", "it belongs to chapter 04, context parallelism"},
-    {"pp schedule chunks stage-layers", "it belongs to chapter 05, pipeline parallelism"},
+    {"pp schedule chunks stage-layers load", "it belongs to chapter 05, pipeline parallelism"},
     {"stages micro-batches", "chapter 05's schedule has it; programs that train have --pp and --grad-acc"},
     {"ep experts top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale capacity "
      "aux-loss z-loss balance-bias",
      "it belongs to chapter 06, expert parallelism"},
-    {"fp8 fp8-tile fp8-wire master moments rounding loss-scale",
+    {"size rows gpu", "it belongs to chapter 07, kernels"},
+    {"fp8 fp8-tile fp8-wire master moments rounding gradient sum loss-scale scale scale-interval",
      "it belongs to chapter 08, mixed precision"},
-    {"model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
-     "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
-     "no-check verbose",
+    {"model layers hidden heads kv-heads head-size ffn vocab seq tied dtype micro-batch grad-acc steps seed "
+     "data documents optimizer lr weight-decay clip warmup recompute attention kernels init save save-every "
+     "resume eval-every sample temperature json trace svg curves machine dry-run proof-only no-check verbose",
      "other programs of this book have it"},
 };
 

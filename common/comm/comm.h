@@ -64,8 +64,8 @@ const char *comm_carrier(void);
 bool comm_sums_in_rank_order(void);
 // Seconds after which a wait is taken for a deadlock (--timeout); 300 by default. Returns the old value.
 double comm_set_timeout(double seconds);
-// Called by all ranks before and after a part in which one of them works. The others wait there, at the end,
-// however long it takes; what memory their machine has left is that rank's alone.
+// Collective: called before and after a part that one rank alone executes. The others wait in the second
+// call, without a timeout; meanwhile that rank may use all memory that its machine has left.
 void comm_one_works(bool begins);
 // Whether calls are compared before they start: kind, group, order, root, dtype, operation and sizes. On by
 // default, off with --trust-calls. With the check off, a call sends its data and nothing else, and starts
@@ -76,8 +76,9 @@ void comm_one_works(bool begins);
 bool comm_set_check(bool on);
 // From now on this rank represents all: the other members of any group are assumed to make the same calls
 // at the same model time, with the same numbers. Only in a dry run. Groups need not have been made with
-// comm_group, and in those that are made this rank is rank 0, or as which it acts, so that one process
-// clocks a rank of a cluster of any size. It cannot see uneven tokens or other differences between ranks.
+// comm_group; in those that are, this process is rank 0 or, after comm_act_as, the rank named there. So one
+// process clocks a rank of a cluster of any size. It cannot see uneven tokens or other differences between
+// ranks.
 void comm_stand_for_all(bool on);
 // A rank as which it acts, and what each rank has of its own: the model clock, the ends of its lines, and
 // until when its ports are busy.
@@ -85,9 +86,10 @@ typedef struct StandIn {
     int rank;
     double now, line_end[COMM_LINES], port_free[2];
 } StandIn;
-// With comm_stand_for_all: acts as this rank from now on. Returns the rank as which it has acted, and its
-// state, to return to later. So one process clocks ranks that differ, as the stages of a pipeline do, in
-// turn; when a message between them arrives, the caller decides.
+// With comm_stand_for_all: from now on this process acts as next.rank, from that rank's state. Returns the
+// rank as which it acted until now, and its state, to be passed in when it acts as that again. So one
+// process clocks in turn ranks that differ, as the stages of a pipeline do. When a message between two of
+// them arrives is for the caller to decide.
 StandIn comm_act_as(StandIn next);
 // A group of these world ranks, in this order; `members` is copied. All ranks must make their groups in the
 // same sequence: the n-th call on each rank makes the n-th group. Ranks may name different members in the

@@ -416,7 +416,7 @@ void comm_sum_all(double *values, int count, Group group) {
     reduce_on_host(values, count, REDUCE_SUM, group);
 }
 
-// An f64 holds 53 bits: the greatest and the least of each half.
+// An f64 holds 53 bits, so the 64 are compared in halves: all are equal if greatest and least are.
 bool comm_same(uint64_t value, Group group) {
     double high = (double)(value >> 32), low = (double)(uint32_t)value;
     double most[] = {high, low, -high, -low};

@@ -18,12 +18,12 @@ extern "C" {
 typedef struct Routing {
     float *logits;          // (steps, samples, s, L, e), 0 where another rank has the token; NULL: not kept
     int64_t count;          // of logits
-    const float *followed;  // of the run that this one follows, or NULL
+    const float *followed;  // logits of the run whose choices this one repeats; NULL: it chooses itself
     int64_t step;           // the one that runs, of those recorded
-    int64_t choices, ties;  // of a token in a block; those that its own logits would have made otherwise …
+    int64_t choices, ties;  // one for each token and block; of these, those that differ by its own logits …
     double apart;           // … and the largest distance of such logits, over their root mean square
-    const float *beside;    // of the run from whose logits the distance of this one's is measured, or NULL
-    double off;             // the largest of a token, over their root mean square
+    const float *beside;    // logits of the run with which this one's are compared; NULL: none
+    double off;             // their largest distance at any token, over their root mean square
 } Routing;
 
 // What one training run leaves behind for the comparison. Host memory, owned by the record.
@@ -52,9 +52,8 @@ Record record_new(const char *title, int64_t steps, const Params *params);
 // complete, the second after the last step.
 void record_grads(Record *record, const Params *params, double factor);
 void record_params(Record *record, const Params *params);
-// Of a training step of this config, from 0, with so many samples: what of its routing the record keeps, or
-// follows. NULL: nothing; in f64 no tie is near enough for rounding to decide it. Borrowed from the record,
-// which may be NULL.
+// The record's routing, for training step `step` (from 0) of `samples` sequences, borrowed; NULL without a
+// record, without experts and in a dry run. In f64 its logits are not kept: there rounding decides no tie.
 Routing *record_routing_begin(Record *record, const Config *config, int64_t step, int64_t samples);
 // Collective: sums the ranks' logits on the first rank of the group, which alone has any then.
 void record_routing(Record *record, Group group);
@@ -70,9 +69,9 @@ void record_share(Record *record, int root, Group group);
 // ROUNDED: that, and how 16-bit results are rounded.
 typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
 
-// How far a run may be from its baseline, relative. Gradients are those of the first step, before the
-// optimizer: what its steps make of rounding does not loosen their bound, which is also that of the first
-// loss and norm.
+// How far a run may be from its baseline, relative. `gradients` bounds all of step 1 that precedes the
+// optimizer: the gradients, the first loss and the first norm. `others` bounds what follows, in which each
+// optimizer step has enlarged the rounding errors.
 typedef struct Bound {
     double gradients, others;
     const char *steps;  // the flag that sets how many there are, for a message; NULL: --steps

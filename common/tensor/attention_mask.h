@@ -7,10 +7,10 @@
 // sequence length:
 //
 //     keys ->
-//     o / . .      a square of the picture is ATTENTION_TILE queries by ATTENTION_TILE keys
-//     o o / .      o full:    computed without a mask
-//     o o o /      / partial: computed, and masked entry by entry
-//     o o o o      . empty:   never read
+//     / . . .      a square of the picture is ATTENTION_TILE queries by ATTENTION_TILE keys
+//     o / . .      o full:    computed without a mask
+//     o o / .      / partial: computed, and masked entry by entry
+//     o o o /      . empty:   never read
 //
 // Positions and documents are kept on the host as well, for a dry run, which counts but has no device.
 #ifndef ATTENTION_MASK_H

@@ -108,7 +108,7 @@ void clock_communication(const char *name, int line, const char *line_name, doub
 int64_t clock_resets(void);
 
 // A mark on the time line: everything until the matching clock_pop belongs to it ("step 3", "forward",
-// "block 2"). Marks nest: that many may be open at once. name is copied.
+// "block 2"). Marks nest, at most MOST_OPEN_MARKS deep. name is copied.
 enum { MOST_OPEN_MARKS = 96 };
 void clock_push(const char *name);
 void clock_pop(void);

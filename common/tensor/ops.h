@@ -151,7 +151,8 @@ void op_embedding_part_backward(Tensor dweight, Tensor dy, Tensor tokens, Vocabu
 // maxima, after the second the sum of their sums. maxima (n) = the maximum of each row, -inf if the part is
 // empty. A NaN may be ignored here: it then shows in the sums.
 void op_cross_entropy_part_maxima(Tensor maxima, Tensor logits, VocabularyPart part);
-// sums (2, n) = the sum of exp(logit - maximum) over the row; the target's logit, 0 if ignored or elsewhere
+// sums (2, n): row 0 = the sum of exp(logit - maximum) over the part's columns; row 1 = the target's logit, 0
+// if the target is ignored or in another part
 void op_cross_entropy_part_sums(Tensor sums, Tensor logits, Tensor maxima, Tensor targets,
                                 VocabularyPart part);
 // From maxima and sums of all parts: lse (n) = maximum + log(sum), losses (n) = lse - the target's logit, 0
@@ -179,7 +180,9 @@ void op_join_columns(Tensor y, Tensor x);
 typedef struct RouteRule {
     bool by_sigmoid;  // false: weights are the softmax over the logits of the chosen (Mixtral); true: their
                       // sigmoids, divided by their sum (DeepSeek-V3)
-    int64_t groups, kept;  // experts are chosen from the `kept` groups with the largest sum of the two best
+    // Of the experts' `groups` equal groups only the `kept` may be chosen from whose two best values
+    // (sigmoid or logit, plus bias) have the largest sum; 1, 1: any expert.
+    int64_t groups, kept;
     double scale;          // multiplies the weights
 } RouteRule;
 // chosen (n, k) i32 = the numbers of the best experts, best first, and among equals the lower number first;
@@ -188,10 +191,10 @@ void op_route_forward(Tensor chosen, Tensor weights, Tensor logits, Tensor bias,
 // dlogits (n, e) =, 0 where an expert was not chosen
 void op_route_backward(Tensor dlogits, Tensor dweights, Tensor weights, Tensor chosen, Tensor logits,
                        RouteRule rule);
-// The loss that balances the experts within each sequence of s tokens. For one sequence, where f_e is e
-// times the fraction of its choices that went to expert e, and P_e the mean of its scores (the softmax; or
-// sigmoids over their sum):
-//   auxiliary (sum over e of f_e P_e)  +  z mean over tokens of lse^2    (Fedus 2021; Zoph 2022)
+// The loss that balances the experts within each sequence of s tokens. For one sequence and each expert i
+// of the e experts, f_i is e times the fraction of the sequence's choices that went to i, and P_i the mean
+// of i's score over the tokens (the softmax; or the sigmoid, divided by the sum of the token's sigmoids):
+//   auxiliary (sum over i of f_i P_i)  +  z mean over tokens of lse^2    (Fedus 2021; Zoph 2022)
 typedef struct BalanceRule {
     double auxiliary, z;  // z is 0 with sigmoids
     double scale;         // multiplies the gradient, not the losses
@@ -201,7 +204,7 @@ typedef struct BalanceRule {
 void op_route_balance(Tensor losses, Tensor dlogits, Tensor logits, Tensor chosen, int64_t s,
                       BalanceRule balance, RouteRule rule);
 // left (n, k) = chosen (n, k) if each of e experts takes only the first `room` pairs of each sequence of s
-// tokens; the pairs that it drops get the number e.
+// tokens, in order of token and then of choice (j of k); the pairs that it drops get the number e.
 void op_route_capacity(Tensor left, Tensor chosen, int64_t s, int64_t e, int64_t room);
 // From chosen (n, k): tokens (n k) i32 = the token of each row; place (n, k) i32 = the row of each pair;
 // counts (e) i32 = the number of rows of each expert
@@ -212,7 +215,8 @@ void op_route_order(Tensor tokens, Tensor place, Tensor counts, Tensor chosen);
 void op_route_nodes(Tensor nodes, Tensor chosen, int64_t each, int64_t count);
 // left (n, k) = chosen - first for the experts first … first + count - 1, and `count` for all others.
 void op_route_within(Tensor left, Tensor chosen, int64_t first, int64_t count);
-void op_gather_rows(Tensor y, Tensor x, Tensor index);  // y[i] = x[index[i]]; x may be i32
+// y (m, c) = rows index[0], index[1], … of x (n, c); index (m) i32 in [0, n); x may be i32
+void op_gather_rows(Tensor y, Tensor x, Tensor index);
 // y[i] = sum over j, in order, of weights[i, j] z[place[i, j]]. weights {0}: all 1, which is the backward
 // of gathering rows by `tokens`. z may have fewer than n k rows: missing rows count as zeros.
 void op_combine_forward(Tensor y, Tensor z, Tensor place, Tensor weights);

@@ -75,7 +75,8 @@ static void out_of_memory(MemoryKind kind, size_t bytes, int64_t room) {
           memory_text());
 }
 
-// How much there is, is asked whenever this rank holds more than ever, in large steps.
+// The back end is asked how much room there is only when this rank holds more than ever before, and then once
+// for each STEP bytes.
 static int64_t room_for(size_t bytes) {
     enum { STEP = 64 << 20 };
     static int64_t most;  // held so far, or known to fit

@@ -20,7 +20,7 @@ typedef struct Progress {  // of a run
     int64_t step;          // optimizer steps taken
     int64_t sample;        // global index of the next training sample
     int64_t batch;         // samples in a step, over all ranks; 0: not known
-    uint64_t data;         // data_print of what it trains on; 0: not known
+    uint64_t data;         // data_hash of what it trains on; 0: not known
     uint64_t run;          // identity of the run, from its files if it is resumed; 0: a new one
 } Progress;
 

@@ -40,13 +40,14 @@ static const Preset presets[] = {
     {"mixtral-8x7b",
      "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=32768 tied=0 experts=8 top-k=2",
      1e6, 1e-5},
-    // The 58 blocks with experts (its first 3 are dense), to the parameter; attention is this book's.
+    // The 58 of its 61 blocks that have experts, which have the published sizes; attention is this book's.
     {"deepseek-v3",
      "layers=58 hidden=7168 heads=128 kv-heads=8 head-size=128 ffn=18432 vocab=129280 seq=4096 tied=0 "
      "experts=256 top-k=8 expert-ffn=2048 shared-experts=1 moe=deepseek expert-groups=8 groups-kept=4 "
      "routed-scale=2.5",
      1e4, 1e-6},
-    // Vocabulary padded as Megatron does, in this book's block; GPT-3's own has biases, and no gate.
+    // Vocabulary padded as Megatron does. In this book's block, with a gate and without biases, these sizes
+    // make 233 B parameters; `memory` counts GPT's own block, and 175 B.
     {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
      1e-5},
 };
@@ -174,7 +175,7 @@ static int shared_options(Shared *table, Config *c) {
          INT("cp", cp, "1", 0, 4096, "ranks",
              "context parallelism, which shards sequences; 0: all ranks that the other axes leave")},
         {CONFIG_TP, INT("tp", tp, "1", 0, 4096, "ranks",
-                        "tensor parallelism, which shards layers; 0: all ranks that --dp leaves")},
+                        "tensor parallelism, which shards layers; 0: all ranks that the other axes leave")},
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism, which shards the experts")},
         {CONFIG_RANKS,
          {"timeout", OPTION_REAL, &timeout, "300", 0.001, 1e9, "",

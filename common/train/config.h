@@ -58,7 +58,7 @@ typedef struct Config {
     bool no_check, verbose;
     const char *json, *trace, *machine, *timeline_svg;
     bool timeline;
-    // degrees of the mesh; dp or tp 0: all ranks that the other degrees leave
+    // degrees of the mesh; 0: all ranks that the others leave (of several zeros, the first of tp, cp, pp, dp)
     int64_t dp, pp, cp, tp, ep;
     // values of the techniques' options, by name
     Setting setting[MAX_SETTINGS];
@@ -112,7 +112,7 @@ void config_set_text(Config *config, const char *name, const char *text);  // bo
 
 // Fatal, naming the flags, if the sizes do not fit together.
 void config_check(const Config *config);
-// The same for the degrees of the mesh on this many ranks, saying what would fit; sets dp or tp if it is 0.
+// The same for the degrees of the mesh on this many ranks, saying what would fit; sets a degree of 0.
 void config_check_degrees(Config *config, int ranks);
 // What would fit, for refusals: "1, 2, 4", the degrees up to `most` that divide so many ranks (0: any number)
 // and that fit (NULL: all do). Static text.

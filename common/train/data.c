@@ -155,11 +155,11 @@ void data_close(Data *data) {
     *data = (Data){0};
 }
 
-// FNV-1a over whole tokens: different data has the same hash with a probability of about 1 in 2^64.
-uint64_t data_print(const Data *data) {
-    uint64_t print = HASH_SEED;
-    for (int64_t i = 0; i < data->count; i++) print = (print ^ (uint32_t)token_at(data, i)) * HASH_PRIME;
-    return print ? print : 1;
+// As FNV-1a, but over whole tokens: different data has the same hash with a probability of about 1 in 2^64.
+uint64_t data_hash(const Data *data) {
+    uint64_t hash = HASH_SEED;
+    for (int64_t i = 0; i < data->count; i++) hash = (hash ^ (uint32_t)token_at(data, i)) * HASH_PRIME;
+    return hash ? hash : 1;
 }
 
 // ---- samples ----

@@ -35,10 +35,10 @@ typedef struct Data {
 Data data_open(const char *path, int64_t vocab, int64_t seq);
 void data_close(Data *data);
 // A 64-bit hash of the data's tokens, which identifies it whatever its name. Never 0.
-uint64_t data_print(const Data *data);
-// Called by all ranks of a run: fatal if they find different data (comm_same_files). print: data_print, or 0
+uint64_t data_hash(const Data *data);
+// Called by all ranks of a run: fatal if they find different data (comm_same_files). hash: data_hash, or 0
 // if nothing else needs it.
-void data_check_same(const Data *data, uint64_t print, Group world);
+void data_check_same(const Data *data, uint64_t hash, Group world);
 // data_open's parser, on memory (the fuzzer calls it too): returns NULL, or the sentence that says what is
 // wrong (static buffer). On success *tokens points into the bytes.
 const char *data_parse(const uint8_t *bytes, size_t size, Tokens *tokens);

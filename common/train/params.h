@@ -181,8 +181,9 @@ void params_sum_copies(Params *params);
 int64_t params_partial_elements(const Params *params, int param);
 // L2 norm over all gradients, each element of the model counted once; NaN if any is. Squares are summed
 // weight by weight in the order of the table, so that no bit depends on where whole weights are stored;
-// collective over params_norm_group. This is the one time in a step that the host waits for the device. It
-// reads *value = number (1), f64, along with it; {0} and NULL: only the norm.
+// collective over params_norm_group. This is the one time in a step that the host waits for the device. If
+// `number` (1), f64, exists, its value is read along with the squares, and *value set to it; else pass {0}
+// and NULL.
 double params_grad_norm(const Params *params, Tensor number, double *value);
 // The ranks over which the norm's sums are exchanged, one f64 per weight; a group of one if every rank has
 // every gradient.

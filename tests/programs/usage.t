@@ -12,7 +12,7 @@ is_refused() {
 }
 
 # Under the sanitizers, which start slowly, one program of each chapter: the parser is the same.
-declare -A tried seen
+declare -A tried seen holders
 for program in "$build"/0[0-9]_*/*; do
     [ -f "$program" ] && [ -x "$program" ] || continue
     chapter=${program%/*}
@@ -25,6 +25,7 @@ for program in "$build"/0[0-9]_*/*; do
     help=$(grep -E '^  --' "$out")
     flags=$(echo "$help" | awk '{ print $1 }')
     has() { [[ $'\n'$flags$'\n' == *$'\n'--$1$'\n'* ]]; }
+    for flag in $flags; do holders[$flag]+=" $name"; done
 
     # The flags that programs share are in one table (common/options.c), and are refused by the same code:
     # each is tried in the first program that has it, with these words next to it.
@@ -79,4 +80,19 @@ for program in "$build"/0[0-9]_*/*; do
         report $? "$name --help lists the machines${missing:+, but not$missing}"
     fi
 done
+
+# The table of flags that belong to other programs is written by hand. collectives and memory lack most flags.
+bad=''
+for flag in "${!holders[@]}"; do
+    [ "$(wc -w <<<"${holders[$flag]}")" -gt 1 ] || continue
+    case ${holders[$flag]} in
+        *' collectives'*' memory'* | *' memory'*' collectives'*) continue ;;
+        *' collectives'*) name=00_single_gpu/memory ;;
+        *) name=01_data_parallel/collectives ;;
+    esac
+    [ -x "$build/$name" ] || continue
+    is_refused "$flag is not one of ${name#*/}'s flags (" "$build/$name" "$flag" || bad="$bad $flag"
+done
+[ -z "$bad" ]
+report $? "a flag of several programs is known to one that lacks it${bad:+, but not$bad}"
 finish
