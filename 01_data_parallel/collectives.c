@@ -9,11 +9,12 @@
 //     reduce-scatter   a part of sums to each   (N - 1) K       all-gather    all parts to each (N - 1) K
 //     all-to-all       part i to rank i         (N - 1) K       all-reduce    the sum to each   2 (N - 1) K
 //
+// (A reduce as done here: every rank sums one piece and sends it to the root. NCCL's chain sends (N - 1) K.)
 // Memory per rank: the tensors shown. On 3 ranks the playbook's examples must give the playbook's numbers.
 //
 // Last, from the playbook's "Pipeline Parallelism", bus bandwidth on 1 to 64 nodes: the bytes that each rank
-// sends, over the time. An all-gather and a reduce-scatter go round a ring once, which takes t on m nodes, an
-// all-reduce twice, so that all have the same:
+// sends, over the time. An all-gather or a reduce-scatter goes round a ring once, in time t on m nodes; an
+// all-reduce goes round twice and sends twice as much. So all three have the same bus bandwidth:
 //
 //     (N - 1) / N K / t,   t = (N - m) node latency + (m - 1) network latency + (N - 1) / N K / B
 //     B = NVLink; on several nodes at most all network ports of one
@@ -50,71 +51,72 @@ static Tensor parts(int n, const int64_t *counts, int64_t each, double first, do
 
 // ---- the calls ----
 
-enum { FIVE = 5, SIZE = 4 };  // elements of the playbook's tensors, and bytes of an f32
+enum { ELEMENTS = 5, F32_BYTES = 4 };  // of the playbook's tensors
 
 static void broadcast(Group w) {
-    Tensor t = w.rank == 0 ? series(FIVE, 1, 1) : series(FIVE, 0, 0);
+    Tensor t = w.rank == 0 ? series(ELEMENTS, 1, 1) : series(ELEMENTS, 0, 0);
     Example e = example_begin("broadcast", "broadcast: what rank 0 holds goes to all", t, w);
     comm_wait(comm_broadcast(t, 0, w));
-    example_end(&e, t, series(FIVE, 1, 1), w.rank == 0 ? (w.size - 1) * FIVE * SIZE : 0,
+    example_end(&e, t, series(ELEMENTS, 1, 1), w.rank == 0 ? (w.size - 1) * ELEMENTS * F32_BYTES : 0,
                 "1 2 3 4 5 | 1 2 3 4 5 | 1 2 3 4 5");
 }
 
 // Each rank sums one piece of ceil(5 / n) elements (comm.h).
 static double piece(Group w) {
-    int64_t longest_piece = (FIVE + w.size - 1) / w.size, rest = FIVE - w.rank * longest_piece;
-    return (double)SIZE * (double)(rest < 0 ? 0 : rest < longest_piece ? rest : longest_piece);
+    int64_t longest_piece = (ELEMENTS + w.size - 1) / w.size, rest = ELEMENTS - w.rank * longest_piece;
+    return (double)F32_BYTES * (double)(rest < 0 ? 0 : rest < longest_piece ? rest : longest_piece);
 }
 
 static void reduce(Group w, double step, const char *printed) {
     int n = w.size, r = w.rank;
-    Tensor t = series(FIVE, r + 1, step * (r + 1));
+    Tensor t = series(ELEMENTS, r + 1, step * (r + 1));
     Example e =
         example_begin("reduce", "reduce: rank 0 gets the sum, the others keep what they have", t, w);
     comm_wait(comm_reduce(t, REDUCE_SUM, 0, w));
     double sum = n * (n + 1) / 2.0, mine = r == 0 ? sum : r + 1;
-    example_end(&e, t, series(FIVE, mine, step * mine), FIVE * SIZE - piece(w) + (r == 0 ? 0 : piece(w)),
+    example_end(&e, t, series(ELEMENTS, mine, step * mine), ELEMENTS * F32_BYTES - (r == 0 ? piece(w) : 0),
                 printed);
 }
 
 static void all_reduce(Group w, ReduceOp op, const char *printed) {
     int n = w.size;
-    Tensor t = series(FIVE, w.rank + 1, 0);
+    Tensor t = series(ELEMENTS, w.rank + 1, 0);
     Example e = example_begin(
         "all_reduce", op == REDUCE_SUM ? "all_reduce: all get the sum" : "all_reduce: all get the maximum",
         t, w);
     comm_wait(comm_all_reduce(t, op, w));
-    example_end(&e, t, series(FIVE, op == REDUCE_SUM ? n * (n + 1) / 2.0 : n, 0),
-                FIVE * SIZE - piece(w) + (n - 1) * piece(w), printed);
+    example_end(&e, t, series(ELEMENTS, op == REDUCE_SUM ? n * (n + 1) / 2.0 : n, 0),
+                ELEMENTS * F32_BYTES - piece(w) + (n - 1) * piece(w), printed);
 }
 
 static void gather(Group w) {
-    Tensor t = series(FIVE, w.rank + 1, 0), all = {0}, expected = {0};
-    if (w.rank == 0) all = series(w.size * FIVE, 0, 0), expected = parts(w.size, NULL, FIVE, 1, 1);
+    Tensor t = series(ELEMENTS, w.rank + 1, 0), all = {0}, expected = {0};
+    if (w.rank == 0) all = series(w.size * ELEMENTS, 0, 0), expected = parts(w.size, NULL, ELEMENTS, 1, 1);
     Example e = example_begin("gather", "gather: rank 0 gets what each holds, in the order of ranks", t, w);
     comm_wait(comm_gather(all, t, NULL, 0, w));
     tensor_free(&t);
-    example_end(&e, all, expected, w.rank == 0 ? 0 : FIVE * SIZE, "1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 | |");
+    example_end(&e, all, expected, w.rank == 0 ? 0 : ELEMENTS * F32_BYTES,
+                "1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 | |");
 }
 
 static void all_gather(Group w) {
-    Tensor t = series(FIVE, w.rank + 1, 0), all = series(w.size * FIVE, 0, 0);
+    Tensor t = series(ELEMENTS, w.rank + 1, 0), all = series(w.size * ELEMENTS, 0, 0);
     Example e = example_begin("all_gather", "all_gather: all get what each holds", t, w);
     comm_wait(comm_all_gather(all, t, NULL, w));
     tensor_free(&t);
     example_end(
-        &e, all, parts(w.size, NULL, FIVE, 1, 1), (w.size - 1) * FIVE * SIZE,
+        &e, all, parts(w.size, NULL, ELEMENTS, 1, 1), (w.size - 1) * ELEMENTS * F32_BYTES,
         "1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 | 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 | 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3");
 }
 
 static void scatter(Group w) {
-    Tensor t = series(FIVE, 0, 0), all = {0};
-    if (w.rank == 0) all = parts(w.size, NULL, FIVE, 1, 1);
+    Tensor t = series(ELEMENTS, 0, 0), all = {0};
+    if (w.rank == 0) all = parts(w.size, NULL, ELEMENTS, 1, 1);
     Example e = example_begin("scatter", "scatter: part i of what rank 0 holds goes to rank i", all, w);
     comm_wait(comm_scatter(t, all, NULL, 0, w));
     tensor_free(&all);
-    example_end(&e, t, series(FIVE, w.rank + 1, 0), w.rank == 0 ? (w.size - 1) * FIVE * SIZE : 0,
-                "1 1 1 1 1 | 2 2 2 2 2 | 3 3 3 3 3");
+    example_end(&e, t, series(ELEMENTS, w.rank + 1, 0),
+                w.rank == 0 ? (w.size - 1) * ELEMENTS * F32_BYTES : 0, "1 1 1 1 1 | 2 2 2 2 2 | 3 3 3 3 3");
 }
 
 // Rank r's part j is (r + 1, 2 (r + 1)) to the power of j + 1.
@@ -142,7 +144,7 @@ static void all_to_all(Group w) {
         example_begin("all_to_all", "all_to_all: part i goes to rank i, the transpose of the table", in, w);
     comm_wait(comm_all_to_all(out, NULL, in, NULL, w));
     tensor_free(&in);
-    example_end(&e, out, series(w.size, w.rank, 10), (w.size - 1) * SIZE, NULL);
+    example_end(&e, out, series(w.size, w.rank, 10), (w.size - 1) * F32_BYTES, NULL);
 }
 
 // As with tokens sent to experts, every pair of ranks has its own count, which may be 0.
@@ -160,7 +162,7 @@ static void all_to_all_v(Group w) {
                               "all_to_all with unequal parts: 10 r + i goes from rank r to rank i", in, w);
     comm_wait(comm_all_to_all(out, take, in, give, w));
     tensor_free(&in);
-    example_end(&e, out, parts(w.size, take, 0, w.rank, 10), (double)sent * SIZE, NULL);
+    example_end(&e, out, parts(w.size, take, 0, w.rank, 10), (double)sent * F32_BYTES, NULL);
 }
 
 // The playbook's sum without a collective: "the first node sends its number to a neighbour which adds its
@@ -181,7 +183,8 @@ static void send_and_receive(Group w) {
     Example e = example_begin("transfers",
                               "send, receive: each adds what the rank before sends, and sends it on", t, w);
     sum_along(t, w);
-    example_end(&e, t, series(1, (w.rank + 1) * (w.rank + 2) / 2, 0), w.rank < w.size - 1 ? SIZE : 0, NULL);
+    example_end(&e, t, series(1, (w.rank + 1) * (w.rank + 2) / 2, 0), w.rank < w.size - 1 ? F32_BYTES : 0,
+                NULL);
 }
 
 // A send may not end before its receive begins, so if every rank sent first, none would reach its receive.
@@ -192,7 +195,7 @@ static void shift(Group w) {
     Example e = example_begin("transfers", "send_receive: a shift by one in a ring", t, w);
     comm_wait(comm_send_receive(t, next, received, previous, w));
     tensor_free(&t);
-    example_end(&e, received, series(3, 10 * previous, 1), w.size > 1 ? 3 * SIZE : 0, NULL);
+    example_end(&e, received, series(3, 10 * previous, 1), w.size > 1 ? 3 * F32_BYTES : 0, NULL);
 }
 
 // With two ranks, next and previous are the same rank: its first send matches the first receive.
@@ -207,7 +210,7 @@ static void batch(Group w) {
     Example e = example_begin("transfers", "transfers: a batch of four, what both neighbours hold", t, w);
     comm_wait(comm_transfers(transfers, 4, w));
     tensor_free(&t);
-    example_end(&e, both, expected, w.size > 1 ? 2 * SIZE : 0, NULL);
+    example_end(&e, both, expected, w.size > 1 ? 2 * F32_BYTES : 0, NULL);
 }
 
 // Rank r sleeps r times `seconds`. No rank may leave the barrier before the last has entered it.

@@ -16,7 +16,8 @@ void ring_all_reduce(Tensor t, Group ring);  // both
 
 // ---- data parallelism: the gradients socket, four times ----
 // Every rank of Unit.replicas holds the unit and takes its own samples; gradients are summed over these
-// ranks. The loss is already divided by the labels of all ranks, so the sum is the global batch's gradient.
+// ranks. The loss is already divided by the number of labels on all ranks, so the sum is the gradient of the
+// global batch.
 extern const Technique ddp_naive;     // after a micro-batch's last backward, one parameter after another
 extern const Technique ddp_overlap;   // each parameter as soon as its unit's gradient is final
 extern const Technique ddp_bucketed;  // units are collected in buckets of --bucket-mb
@@ -30,11 +31,11 @@ int64_t fewest_that_hide(int64_t most, bool (*hides)(void *context, int64_t coun
 typedef struct HidesFrom {
     const char *where;
     double formula, tolerance;          // tokens; by how far the clock may differ if memory costs nothing
-    double most;                        // that are tried
-    double (*by_clock)(void *context);  // the fewest with which it hides, on the clock as it is set
+    double most;                        // tokens, that are tried
+    double (*by_clock)(void *context);  // the fewest tokens that hide it, on the current model clock
     void *context;
 } HidesFrom;
-// A row says all three: by the formula, by the clock if memory costs nothing, and by the clock.
+// Prints three counts: by the formula, by the clock with free memory traffic, and by the clock.
 void hides_from_title(void);
 void hides_from_row(const HidesFrom *row);
 

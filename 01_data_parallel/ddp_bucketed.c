@@ -2,8 +2,8 @@
 // gradients".
 //
 // Changes from ddp_overlap.c: every message costs latency, whatever its size, so consecutive units fill a
-// bucket of --bucket-mb, which is sent as one message. Units are contiguous in the flat gradient
-// (params.h), so a bucket is a range of it and nothing is copied.
+// bucket of --bucket-mb, which is sent as one message; a unit is never split, so a bucket may be larger.
+// Units are contiguous in the flat gradient (params.h), so a bucket is a range of it and nothing is copied.
 //
 //     units    head  block 3  block 2  block 1  block 0  embedding       in the order of backward
 //     buckets  [------------] [---------------] [----------------]
@@ -45,8 +45,8 @@ static Tensor range_of(const Params *params, int first, int end) {
     return tensor_view(params_total_grad(params), from, SHAPE(last->first + last->count - from));
 }
 
-// A bucket is full for the k-th time when each of its units has been ready k times. So whatever the order
-// of the micro-batches' Ws, everything added by then is summed exactly once.
+// A bucket is full for the k-th time when each of its units has been ready k times. A pipeline may compute
+// the micro-batches' weight gradients in any order: still, each is summed over the ranks exactly once.
 static bool is_full(const Buckets *b, const Model *model, int bucket) {
     for (int unit = b->first_unit[bucket]; unit < b->end_unit[bucket]; unit++)
         if (model->params.unit[unit].count > 0 && b->ready[unit] <= b->sent[bucket]) return false;
@@ -94,9 +94,9 @@ void *ddp_bucketed_plug(Model *model) {
     const Params *p = &model->params;
     int units = p->units;
     Buckets *b = host_alloc(sizeof *b);
-    *b = (Buckets){.first_unit = host_alloc(5 * units * sizeof(int)),
+    *b = (Buckets){.first_unit = calloc(5 * (size_t)units, sizeof(int)),
                    .request = calloc((size_t)units, sizeof(Request *))};
-    CHECK(b->request, "out of host memory for requests");
+    CHECK(b->first_unit && b->request, "out of host memory for buckets");
     b->end_unit = b->first_unit + units;
     b->of_unit = b->first_unit + 2 * units;
     b->ready = b->first_unit + 3 * units;
@@ -109,7 +109,6 @@ void *ddp_bucketed_plug(Model *model) {
     int left = b->count ? b->first_unit[b->count - 1] : units;
     while (left > 0 && p->unit[left - 1].count == 0) left--;  // another stage's
     CHECK(left == 0, "no bucket has the gradient of %s", p->unit[left - 1].name);
-    wait_for_all(b, model);  // starts with nothing ready
     model->sockets.gradients.context = b;
     model->sockets.gradients.begin = before_more;
     model->sockets.gradients.ready = ddp_bucketed_ready;

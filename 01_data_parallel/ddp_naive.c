@@ -7,8 +7,8 @@
 //     compute  F F F F B B B B . . . . step          gbs = mbs x grad_acc x dp
 //     network  . . . . . . . . AR AR AR             compute waits meanwhile: "a BIG NO"
 //
-// The mean is taken before backward: each rank divides its loss by the labels of all ranks (train_step), so
-// gradients are only summed here, not divided by N.
+// The mean is taken before backward: each rank divides its loss by the number of labels on all ranks
+// (train_step), so gradients are only summed here, not divided by N.
 //
 // Bytes sent per rank: 2 (N - 1) / N K for gradients of K bytes, for each of the grad_acc micro-batches.
 // Memory per rank: as on one device.

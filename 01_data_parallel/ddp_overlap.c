@@ -28,16 +28,11 @@ static void start_all_reduces(void *context, Model *model, int unit, bool last) 
         request[i] = comm_all_reduce(param_total_grad(p, &p->param[i]), REDUCE_SUM, u->replicas);
 }
 
-// Returns whether any request was in flight.
+// Returns whether the unit's requests were in flight: all of them start together.
 static bool wait_for_unit(Request **request, const Unit *u) {
-    bool waited = false;
-    for (int i = u->first_param + u->params - 1; i >= u->first_param; i--) {
-        if (!request[i]) continue;
-        comm_wait(request[i]);
-        request[i] = NULL;
-        waited = true;
-    }
-    return waited;
+    bool in_flight = request[u->first_param] != NULL;
+    comm_wait_all(request + u->first_param, u->params);
+    return in_flight;
 }
 
 // The next micro-batch adds to sums that every rank holds; scaled by 1 / N, they are counted only once.

@@ -10,9 +10,9 @@
 // are summed in f32. The formula leaves out latency, attention (below 1% of backward with such short
 // sequences) and memory traffic, which lengthens backward: on the model clock fewer tokens are enough.
 //
-// Beside it stands what dry runs find: the fewest tokens at which a further layer delays the step by nothing.
-// The search and the table's rows also serve ZeRO-3 (zero3_overlap.c), asynchronous tensor parallelism and
-// ring attention (context_clock.c). This file has no main: ddp_bucketed prints the table.
+// The table also has what dry runs find: the fewest tokens with which one more layer exposes no
+// communication. The search and the table's rows also serve ZeRO-3 (zero3_overlap.c), asynchronous tensor
+// parallelism and ring attention (context_clock.c). This file has no main: ddp_bucketed prints the table.
 #include <math.h>
 
 #include "data_parallel.h"

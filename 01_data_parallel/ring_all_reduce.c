@@ -274,7 +274,9 @@ static void prove_times(const Config *c, DType dtype, Group ring) {
     const Machine *m = machine_find(c->machine);
     double n = ring.size, node = 1e-6 * m->node_bytes_per_second * c->network_efficiency;  // bytes/us
     double network = 1e-6 * m->network_bytes_per_second * c->network_efficiency;
-    int far = 0;  // ranks on other nodes than rank 0; a ring across nodes is as slow as the crossing
+    // Each step of this ring waits for its slowest hop. (comm_all_reduce: each hop at its own latency, over
+    // the ports of all members on a node.)
+    int far = 0;  // ranks on other nodes than rank 0
     for (int r = 0; r < ring.size; r++) far += clock_node(r) != clock_node(0);
     double alpha = 1e6 * (far ? m->network_latency : m->node_latency), bandwidth = far ? network : node;
     say("\n%s, %d rank%s, %d of them on the node of rank 0: us on the model clock\n", m->device, ring.size,

@@ -11,8 +11,9 @@
 //     every pass         <- all-gather ->    <- all-gather ->       and reduce-scatter, inside
 //     once a step         0 <----------------> 0                    all-reduce across, of shard 0,
 //                             1 <----------------> 1   …            of shard 1, …
-// It starts once the unit's last reduce-scatter has ended, on a communication line of its own, so that the
-// gathers of the next units need not wait for it: a rank has one port inside its node and one across.
+// The all-reduce starts once the unit's last reduce-scatter has ended, on a communication stream of its
+// own, so that the gathers of the next units need not wait for it: a rank has one port inside its node and
+// one across.
 // Bytes sent per rank and step with m micro-batches (letters as in zero3.c): inside,
 // m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as each micro-batch is reduced; across,
 // 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which (N - K) / (N - 1) goes to
@@ -25,9 +26,9 @@
 #include "zero.h"
 
 typedef struct Hybrid {
-    const Technique *record;  // ZeRO-3 …
-    Zero *zero;               // … among the ranks inside …
-    Sockets inside;           // … and the sockets as it has filled them
+    const Technique *stage3;  // the ZeRO-3 that runs inside
+    Zero *zero;               // its context
+    Sockets inside;           // the sockets as it filled them
     Group across;             // the ranks that hold the same part
     Request **sharing;        // (units) the all-reduce across, started and not yet waited for; else NULL
     bool *last;               // (units) the step's last gradient is being reduced inside
@@ -92,12 +93,12 @@ static void finish(void *context, Model *m) {
     for (int unit = m->params.units - 1; unit >= 0; unit--) zero_wait(&h->sharing[unit]);
 }
 
-// ---- the record ----
+// ---- the technique as a record: plug, unplug, price ----
 
 void *hybrid_zero_plug(Model *m, const Technique *inside) {
     size_t units = (size_t)m->params.units;
     Hybrid *h = host_alloc(sizeof *h);
-    *h = (Hybrid){.record = inside, .zero = inside->plug(m), .across = {.size = 1, .name = "one"}};
+    *h = (Hybrid){.stage3 = inside, .zero = inside->plug(m), .across = {.size = 1, .name = "one"}};
     if (m->mesh.dp_cp.size > 1)
         h->across = hybrid_zero_group(m->mesh.dp_cp, shard_ranks(&m->config), false);
     h->inside = m->sockets;
@@ -114,7 +115,7 @@ void *hybrid_zero_plug(Model *m, const Technique *inside) {
 void hybrid_zero_unplug(Model *m, void *context) {
     Hybrid *h = context;
     for (int i = 0; i < m->params.units; i++) zero_wait(&h->sharing[i]);
-    h->record->unplug(m, h->zero);
+    h->stage3->unplug(m, h->zero);
     free(h->sharing);
     free(h->last);
     free(h);
@@ -122,7 +123,7 @@ void hybrid_zero_unplug(Model *m, void *context) {
 
 void hybrid_zero_price(Price *price, const Model *m, const void *context) {
     const Hybrid *h = context;
-    h->record->price(price, m, h->zero);
+    h->stage3->price(price, m, h->zero);
     for (int i = 0; i < m->params.units; i++)
         if (m->params.unit[i].count > 0)  // else another stage's
             price_all_reduce(price, 1, m->params.unit[i].own_count, m->params.recipe.sum, h->across);
@@ -151,7 +152,7 @@ const Option hybrid_zero_option = {
     0,
     1 << 20,
     "ranks",
-    "neighbours in --dp x --cp, a node's say, that shard a replica; 0: all, as --zero 3",
+    "neighbouring ranks of --dp x --cp, such as one node's, that shard a replica; 0: all, as --zero 3",
     false};
 
 const Technique hybrid_zero = {.name = "hybrid_zero",
@@ -219,7 +220,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
         report_number(name[i], "bytes sent across nodes", sent.across, "B");
         report_number(name[i], "seconds per step", cost[i].step_seconds, "s");
     }
-    // Where compute is slow all that is sent hides, and what is left is waiting for the rank that adds most.
+    // With slow compute all communication is hidden, and only the wait for the slowest rank is exposed.
     report_that(
         cost[1].comm.exposed_seconds < cost[0].comm.exposed_seconds || config->compute_efficiency < 1,
         "sharding inside nodes exposes %g s, and over all ranks %g s", cost[1].comm.exposed_seconds,

@@ -25,7 +25,7 @@ const Option zero_option = {
     "zero",    OPTION_CHOICE,
     NULL,      "0",
     0,         0,
-    "0|1|2|3", "sharded over data-parallel ranks: 1 optimizer state, 2 and gradients, 3 and weights",
+    "0|1|2|3", "sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
     false};
 
 bool zero_on(const Config *c, int stage) {

@@ -9,9 +9,10 @@
 extern const Technique zero1, zero2, zero3;
 // hybrid_zero.c: zero3 among --shard-ranks neighbours, replicas across; chapter 08's --zero hybrid.
 extern const Technique hybrid_zero;
-// Of `replicas`, the k neighbours that shard with this rank (inside), or the ranks that hold its shard.
+// A subgroup of `replicas`: the k neighbours that shard with this rank (inside), else those that hold the
+// same shard.
 Group hybrid_zero_group(Group replicas, int k, bool inside);
-// Its parts, for another record of ZeRO-3, passed as `inside`, that gathers at other times.
+// Its parts, for a ZeRO-3 that gathers at other times, passed as `inside` (zero3_per_step.c).
 extern const Option hybrid_zero_option;
 bool hybrid_zero_enabled(const Config *config);
 void hybrid_zero_check(const Config *config);
@@ -22,7 +23,7 @@ void hybrid_zero_price(Price *price, const Model *model, const void *hybrid);
 // --zero 0|1|2|3, for programs that list several stages; a program that lists a single one has it on.
 extern const Option zero_option;
 
-// When the weights that the ranks have stepped are gathered (--gather): behind the next forward, behind the
+// When the updated weights are gathered (--gather): behind the next forward, behind the
 // step of later units, or after the step.
 typedef enum ZeroGather { GATHER_BEHIND_FORWARD, GATHER_BEHIND_STEP, GATHER_AFTER_STEP } ZeroGather;
 

@@ -135,7 +135,7 @@ static const Option gather_option = {
     0,
     0,
     "forward|step|after-step",
-    "when stepped weights are gathered: during the next forward, in the step, or after it",
+    "when updated weights are gathered: during the next forward, in the step, or after it",
     false};
 
 const Technique zero1 = {.name = "zero1",
@@ -163,7 +163,7 @@ static void compare_gathers(Mesh mesh, const Config *config) {
     enum { WAYS = sizeof ways / sizeof *ways };
     Record record[WAYS];
     Config same = *config;
-    say("\nStepped weights, gathered after the step, in it, or in the next forward: no bit may change\n");
+    say("\nUpdated weights, gathered after the step, in it, or in the next forward: no bit may change\n");
     bool quiet = report_quiet(!config->verbose);
     for (int i = 0; i < WAYS; i++) {
         config_set(&same, "gather", ways[i].value);
@@ -191,7 +191,7 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"ddp_no_sync", zero_twin_of_1, NULL, 0},
         .techniques = techniques,
-        .twin = "ddp_no_sync",
+        .twin = "ddp_no_sync, norm in parts",
         .twin_techniques = zero_twin_of_1,
         .more = compare_gathers};
     return program_main(argc, argv, &program);

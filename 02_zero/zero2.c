@@ -45,7 +45,7 @@ static Tensor take_gradient(Params *params, Unit *unit) {
     return whole;
 }
 
-// At most one reduction is in flight: it has the backward of the next unit to finish.
+// At most one reduction is in flight: the next unit's backward hides it, and waits for it at its end.
 static void end_reduction(Model *model, Zero *zero) {
     if (zero->reducing < 0) return;
     Unit *u = &model->params.unit[zero->reducing];

@@ -65,8 +65,8 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
     return b;
 }
 
-// Whether the communication of n ranks for a block, whose cost on one rank is given, hides behind its pass,
-// by what the model clock charges for a call: a formula of n.
+// Whether a block's communication among n ranks hides behind its compute in this pass. `block`: its cost on
+// one rank. Communication costs what the model clock charges for a call, a formula of n.
 static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
     const int nodes = (n + per_node - 1) / per_node, here = n % per_node ? n % per_node : per_node;
     double elements = llama_8b_layer_elements();
@@ -98,8 +98,8 @@ static double tokens_by_clock(void *context) {
     const Search *s = context;
     int64_t hidden = fewest_that_hide(s->most, hides_by_charges, context), exposed = hidden - 1;
     double enough = layer_cost(s->mesh, hidden, 64).exposed[s->pass],
-           fewer =
-               exposed ? layer_cost(s->mesh, exposed, 64).exposed[s->pass] : 1;  // of none: one is enough
+           fewer = exposed ? layer_cost(s->mesh, exposed, 64).exposed[s->pass]
+                           : 1;  // there is no smaller count
     report_that(enough < 1e-9,
                 "by its charges a layer hides behind %lld sequences of 64, and the run exposes %g s of it",
                 (long long)hidden, enough);
@@ -166,7 +166,8 @@ static void largest_degree(Mesh mesh, const Config *config) {
         report_number("ZeRO-3", name, most, "");
         free(name);
     }
-    say("\nWhat ZeRO-3 sends for Llama 3 8B's layers hides until DP = %d, %d, %d with 4096, 8192, 16384 "
+    say("\nZeRO-3's communication for Llama 3 8B's layers is hidden up to DP = %d, %d, %d with 4096, 8192, "
+        "16384 "
         "tokens",
         degree[0], degree[1], degree[2]);
 }

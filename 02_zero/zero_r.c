@@ -37,7 +37,7 @@ static Tensor new_checkpoint(const ZeroR *z, const MicroBatch *micro, DType dtyp
 }
 
 // What flows from block to block outlives the tensors around it, so it moves to a place of its own, unless
-// a W that has not run yet still holds the previous contents.
+// a weight gradient that is yet to be computed still holds the previous contents.
 static void move_to_own_place(const ZeroR *z, Tensor *flowing) {
     if (!z->contiguous || z->flowing.storage->references > 1) return;
     Tensor place = tensor_view(z->flowing, 0, flowing->dims, flowing->shape);

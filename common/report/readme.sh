@@ -175,7 +175,7 @@ row() {
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
-    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' 'hides until DP = '
+    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' 'hidden up to DP = '
     row 17 '… and a GPU loses throughput from then on' find_config '--rules' 'ZeRO-3 has lost'
     row 17 '… with DP as well, at constant memory' find_config '--rules' 'dp has lost'
     row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' \

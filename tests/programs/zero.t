@@ -23,11 +23,11 @@ for program in zero1 zero2 zero3; do
     model="Llama 3 8B, 6 ranks, 16384 tokens on each, on the model clock:"
     case $program in
         zero1) lines=("$model"
-            "Stepped weights, gathered after the step, in it, or in the next forward: no bit may change") ;;
+            "Updated weights, gathered after the step, in it, or in the next forward: no bit may change") ;;
         zero2) lines=("With 2 micro-batches and SGD:") ;;
         zero3) lines=("$model" "With 2 micro-batches, SGD and no prefetch:"
             "What rank 0 holds at its peak, and sends; Psi = 8.03 B parameters, N = 6 ranks:"
-            "What ZeRO-3 sends for Llama 3 8B's layers hides until DP = …") ;;
+            "ZeRO-3's communication for Llama 3 8B's layers is hidden up to DP = …") ;;
     esac
     prints "$program, 6 ranks, some of which own nothing of the head: what follows the proof" "${lines[@]}"
 done

@@ -24,8 +24,8 @@ falls 'DDP, naive' 'DDP, bucketed' 'ZeRO-1, after step' 'ZeRO-1, in step' ZeRO-1
 report $? "from naive DDP to ZeRO-2 each step of Llama 3 8B is shorter, on 8 ranks"
 grep -qE '^  ZeRO-3 +.* [0-9]\.[0-9]% +[0-9.]+ GB$' "$out"
 report $? "ZeRO-3 with prefetch exposes less than a tenth of its communication"
-grep -qE 'hides until DP = [0-9]+, [3-9][0-9][0-9], [0-9]+ with 4096, 8192, 16384 tokens' "$out"
-report $? "ZeRO-3 hides until DP is about 512"
+grep -qE 'is hidden up to DP = [0-9]+, [3-9][0-9][0-9], [0-9]+ with 4096, 8192, 16384 tokens' "$out"
+report $? "ZeRO-3 is hidden up to a DP of about 512"
 run "$build/zero3" --ranks 8 --layers 1 --steps 2 --verbose
 cmp -s "$work/first" "$out"
 report $? "two runs print the same digits"
