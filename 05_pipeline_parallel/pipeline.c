@@ -274,7 +274,8 @@ static void unplug(Model *m, void *context) {
 static void check(const Config *c) {
     ScheduleKind kind = (ScheduleKind)config_number(c, "schedule");
     bool made = !config_text(c, "load");
-    CHECK(made || !config_given(c, "schedule"), "--schedule and --load are two schedules: one of them");
+    CHECK(made || !config_given(c, "schedule"),
+          "--schedule and --load are two schedules: give one of them");
     CHECK((made && kind == INTERLEAVED) || !config_given(c, "chunks"),
           "--chunks has an effect only with --schedule interleaved: add that, or leave out --chunks");
     int chunks = (int)config_number(c, "chunks");

@@ -73,8 +73,8 @@ struct Pipeline {
     void (*instead)(void *context, Model *model);
     void *instead_context;
 };
-// What a rank does for each action in its list: start its receives; compute each pass, all but sending its
-// output and freeing memory; and that.
+// What a rank does for each action in its list: starts its receives, computes each pass, and ends it: sends
+// its output and, after a micro-batch's last pass on this rank, frees what the micro-batch kept.
 void pipeline_start_receives(Pipeline *pipeline, Model *model, int position);
 void pipeline_compute(Pipeline *pipeline, Model *model, StagePass pass);
 void pipeline_end_pass(Pipeline *pipeline, Model *model, StagePass pass);

@@ -31,7 +31,7 @@ typedef struct Walk {
 
 typedef struct Clock {
     const Pipeline *p;
-    const PassClock *of;
+    const PassClock *passes;  // how long each takes
     double hop[2];         // inside a node, and across
     double *sent, *asked;  // (messages) when their senders and their receivers have started them
     double *arrived;       // (slots) when a pass's output is on the other rank
@@ -49,14 +49,14 @@ static void start_receives(Clock *c, Walk *w, int rank) {
     int until = pipeline_messages_by(c->p, w->next, rank, c->p->times.end[rank][w->action]);
     for (; w->next < until; w->next++)
         if (c->p->message[w->next].to == rank) c->asked[w->next] = w->now;
-    if (c->of->receive) c->of->receive(c->of->context, rank, w->action, w->now);
+    if (c->passes->receive) c->passes->receive(c->passes->context, rank, w->action, w->now);
 }
 
 static void end_pass(Clock *c, Walk *w, int rank, StagePass pass) {
     bool sends = schedule_sends_to(&c->p->schedule, pass) != NO_RANK;
     double sent = 0;
     if (sends) w->now = fmax(w->now, w->sent_end[line_of(pass)]);
-    w->now = c->of->end(c->of->context, rank, pass, w->now, &sent);
+    w->now = c->passes->end(c->passes->context, rank, pass, w->now, &sent);
     if (sends) c->sent[w->next++] = sent;
 }
 
@@ -67,7 +67,7 @@ static void run_action(Clock *c, Walk *w, int rank) {
         StagePass pass = action->pass[i], needed;
         if (schedule_needs(s, pass, &needed) && schedule_receives_from(s, pass) != NO_RANK)
             w->now = fmax(w->now, c->arrived[schedule_slot(s, needed)]);
-        w->now = c->of->compute(c->of->context, rank, pass, w->now);
+        w->now = c->passes->compute(c->passes->context, rank, pass, w->now);
         end_pass(c, w, rank, pass);
     }
 }
@@ -103,7 +103,7 @@ static void set_hops(double *hop, double bytes) {
 
 void pipeline_walk(const Pipeline *p, const PassClock *clock, double bytes, double *end) {
     size_t slots = schedule_slots(&p->schedule), messages = (size_t)p->messages;
-    Clock c = {.p = p, .of = clock, .sent = calloc(2 * messages + slots, sizeof *c.sent)};
+    Clock c = {.p = p, .passes = clock, .sent = calloc(2 * messages + slots, sizeof *c.sent)};
     CHECK(c.sent, "out of host memory for the times of %zu messages", messages);
     c.asked = c.sent + messages, c.arrived = c.asked + messages;
     set_hops(c.hop, bytes);

@@ -2,8 +2,9 @@
 // Playbook: "5D parallelism in a nutshell".
 //
 // A pipeline splits the model by layers and the batch in time; all other techniques split what is inside a
-// layer, or the samples, and are not affected. One differs from its own chapter:
+// layer, or the samples, and are not affected. Two differ from their own chapters:
 //
+//     --zero 3      a stage's weights are gathered once a step, not for each pass (zero3_per_step.c)
 //     --zero-r      with full recomputation a block keeps only its input, the same on all ranks of tp: now
 //                   each keeps its part. A pipeline holds inputs of many micro-batches, so there is much to
 //                   save: all but n h / tp of each, for an all-gather before its B.

@@ -5,12 +5,13 @@
 //     8 GPUs    one node (here two of them, dp 2)  n h to a neighbour       4 all-reduces a layer, NVLink
 //     16 GPUs   one group over two nodes           one hop by network       all of them by network as well
 //
-// The model is the same, so each of twice as many GPUs has half of the layers. A pipeline's messages are few
-// and hidden; it loses by its bubble: with a fixed m 1 - (m + 7) / (m + 15), 17% for m = 32. If m grows with
-// p, as m = p - 1 does in the playbook's benchmark, the bubble stays as long as the work, and only time for
-// communication is lost. Tensor parallelism has no bubble, but waits for each of its all-reduces. So it loses
-// more, at full speed more than twice as much, unless a message across nodes takes longer than F: then
-// messages queue, and the pipeline waits for them as well.
+// The model is the same, so each of twice as many GPUs has half as much of it: half of the layers, or half
+// of its part of each matrix. A pipeline's messages are few and hidden; it loses by its bubble: with a
+// fixed m 1 - (m + 7) / (m + 15), 17% for m = 32. If m grows with p, as m = p - 1 does in the playbook's
+// benchmark, the bubble stays as long as the work, and only time for communication is lost. Tensor
+// parallelism has no bubble, but waits for each of its all-reduces. So it loses more (with efficiencies of
+// 1 more than twice as much), unless a message across nodes takes longer than F: then messages queue, and
+// the pipeline waits for them as well.
 //
 // Bytes sent: a dry run's, none. This file has no main: one_f_one_b shows it on 16 ranks.
 #include "pipeline.h"

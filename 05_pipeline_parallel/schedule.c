@@ -14,7 +14,7 @@
 // zero_bubble.c, zero_bubble_v.c, zero_bubble_auto.c, dualpipe.c, dualpipe_v.c. Each is one function that
 // fills the lists.
 // Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 8
-//      without --schedule: the table of all of them, held against closed formulas
+//      without --schedule: the table of all of them, checked against closed formulas
 // Last line: PASS schedule: every schedule is sound, and costs what its formula says …
 #include "schedule.h"
 
@@ -257,8 +257,9 @@ int main(int argc, char **argv) {
         {"chunks", OPTION_INT, &chunks, "2", 1, 16, "stages", "stages per rank, v, with interleaved",
          false},
         {"group", OPTION_INT, &group, "0", 0, 1024, "micro-batches",
-         "how many go through a chunk before interleaved takes the next one: as many as --stages is "
-         "depth-first, as --micro-batches breadth-first; 0: as --stages",
+         "with interleaved: how many go through one chunk before the next chunk's turn; as many as "
+         "--stages "
+         "(or 0): depth-first; as many as --micro-batches: breadth-first",
          false},
         {"split", OPTION_FLAG, &split, NULL, 0, 0, "", "one_f_one_b with B and W in place of BW", false},
         {"memory-limit", OPTION_INT, &limit, "0", 0, 4096, "micro-batches",
@@ -283,7 +284,7 @@ int main(int argc, char **argv) {
         "  schedule --schedule dualpipe --stages 4 --micro-batches 8 --dump > mine; schedule --load mine",
         table, count);
     bool chosen = option_given(table, count, "schedule");
-    CHECK(!chosen || !file, "--schedule and --load are two schedules: one of them");
+    CHECK(!chosen || !file, "--schedule and --load are two schedules: give one of them");
     CHECK(chosen || file || (!svg && !dump), "--%s needs a schedule: --schedule or --load",
           svg ? "svg" : "dump");
     if (!chosen)

@@ -9,6 +9,8 @@
 //     W   backward for the weights              B of the same stage      nothing
 //     BW  both at once, the usual backward      as B                     as B
 //
+// The last stage has the loss: its B needs its own F.
+//
 // Each rank has a list of actions, which it runs in order. An action is a pass, or a pair F+BW, in which each
 // hides the other's communication. Which rank has a stage is data (`place`): one stage per rank, v stages per
 // rank in loops, a V. A schedule may run the chain in two directions at once, on two copies of the weights:
@@ -64,7 +66,8 @@ void schedule_add(Schedule *schedule, int rank, PassKind kind, int stage, int mi
 void schedule_add_pair(Schedule *schedule, int rank, int f_stage, int f_micro_batch, int b_stage,
                        int b_micro_batch);
 
-void schedule_append(Schedule *schedule, int rank, Action action);  // as it is
+void schedule_append(Schedule *schedule, int rank,
+                     Action action);  // even of micro-batches that do not exist
 
 // The rank that does this pass.
 int schedule_rank(const Schedule *schedule, StagePass pass);
@@ -208,8 +211,8 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations durations, int limit)
 Schedule schedule_dualpipe(int p, int m);  // p even
 Schedule schedule_dualpipe_v(int p, int m);
 
-// Both are made of this: a rank's list for two chunks, each of which sees micro-batches [first, first +
-// count). k: the rank's distance from the nearer end of a pipeline of 2 x half ranks.
+// Both DualPipes are made of this: a rank's list for two chunks, each of which sees micro-batches [first,
+// first + count). k: the rank's distance from the nearer end of a pipeline of 2 x half ranks.
 typedef struct DualChunk {
     int stage, first, count;
 } DualChunk;

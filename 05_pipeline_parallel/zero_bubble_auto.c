@@ -17,7 +17,7 @@
 //     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-W0-B4-F5-W1-B5-F6-B6-W2-W3-W4-W5-W6-
 //
 // Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 if they
-// fit, and less with memory in between (limits of 4, 5, 6: 42, 34, 30 with the usual times).
+// fit, and less with memory in between (F = 10, B = 12, W = 8: 42, 34, 30 for limits of 4, 5, 6).
 // Run: build/05_pipeline_parallel/zero_bubble_auto
 //      build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
 // Last line: PASS zero_bubble_auto: stages on several ranks reproduce the single-device step …

@@ -259,7 +259,8 @@ const Technique expert_parallel = {.name = "expert_parallel",
 
 int main(int argc, char **argv) {
     const Program program = {
-        .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
+        .purpose =
+            "Expert parallelism: each rank has some experts, and ranks send their tokens to each other's.",
         .claim = "ranks that shard the experts reproduce the single-device step",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "

@@ -68,8 +68,9 @@ typedef struct Balance {
     void (*backward)(void *context, const MicroBatch *micro, int layer, MoeKept *kept);
 } Balance;
 
-// Every count of rows that training has read, in order, if somebody is to read them. A dry run, which routes
-// nothing, takes its counts from the ledger of a real run if it is given one, and otherwise routes evenly.
+// Every count of rows that training has read, in order; written only if `keeps` is set. A dry run, which
+// routes nothing, takes its counts from the ledger of a real run if it is given one, and otherwise routes
+// evenly.
 typedef struct Ledger {
     int64_t *number, count, next;
     bool keeps, replay;
@@ -77,9 +78,11 @@ typedef struct Ledger {
 
 // Where a block's pass is; overlapped_experts.c is told.
 typedef enum Moment {
-    WAITS_TO_SEND,      // for counts, or rows from inside its node: they arrive soon, and it sends again
-    WAITS,              // for rows from other nodes, or rows to compute with
-    BEGINS, AMID, ENDS  // of a stretch of compute
+    WAITS_TO_SEND,  // for counts, or for rows from its own node: these arrive soon, and it sends again
+    WAITS,          // for rows from other nodes, or rows to compute with
+    BEGINS,
+    AMID,
+    ENDS  // of a stretch of compute
 } Moment;
 
 struct Moe {
@@ -108,16 +111,16 @@ void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
 
 // ---- router_replay.c: a run that takes another run's experts ----
 
-// In a recorded step: keeps the logits, or replaces kept's choice by that of the run that is followed. bias:
-// of the choice, or {0}.
+// In a recorded step: keeps the logits, or replaces kept's choice by that of the run that is followed.
+// bias: of the choice, or {0}.
 void router_replay(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor bias);
-// Of a step that is recorded: where Routing.logits has those of each of this rank's n tokens. NULL: of any
-// other step. The caller frees it.
+// In a step that is recorded: the index in Routing.logits at which each of this rank's n tokens has its
+// logits; in any other step NULL. The caller frees it.
 int64_t *routing_places(const Model *model, const MicroBatch *micro, int layer, int64_t n);
-// Sets to -infinity what a token's own logits (e) say of experts that it does not take in the run that is
-// followed, whose logits are `there`: then routing takes the k that it takes there, `taken`. Counts the
-// choice in *routed, and whether its own, `mine`, was another. size: the root mean square, over tokens, of
-// the norm of their logits.
+// Makes a token take the experts that it took in the followed run, `taken` (k): sets its own logits (e) of
+// all others to -infinity. there: the followed run's logits; mine: what its own logits would choose. Counts
+// the choice in *routed and, if mine differ, a tie, with the distance of the two runs' logits over size:
+// the root mean square, over tokens, of the norm of their logits.
 void routing_follow(Routing *routed, double *own, const float *there, int64_t e, const int32_t *mine,
                     const int32_t *taken, int64_t k, double size);
 // Keeps the logits of n tokens, `own` (n, e), and measures how far they are from those of the run beside

@@ -73,7 +73,7 @@ static void move_biases(LoadBalance *b) {
     for (int64_t layer = 0; layer < c->layers && b->rate > 0; layer++) {
         double *taken = b->taken + layer * e, *value = b->value + layer * e, all = 0;
         for (int64_t i = 0; i < e; i++) all += taken[i];
-        double mean = all / (double)e;  // exact where an expert may be at it
+        double mean = all / (double)e;  // exact if an expert's count can equal it
         for (int64_t i = 0; i < e; i++) value[i] += b->rate * ((taken[i] < mean) - (taken[i] > mean));
         tensor_from_doubles(b->bias[layer], value);
     }
@@ -90,7 +90,7 @@ static bool accept(void *context, Model *m, double grad_norm) {
     return b->before.step.accept(b->before.step.context, m, grad_norm);
 }
 
-// Of sigmoids there is none, and a program's default is none for them.
+// With --moe deepseek (sigmoids) there is no z-loss: a default of the program then counts as 0.
 static double z_loss(const Config *c) {
     return c->moe == MOE_MIXTRAL || config_given(c, "z-loss") ? config_number(c, "z-loss") : 0;
 }
@@ -189,9 +189,9 @@ static const Technique *const one_device[] = {&moe, &load_balance, &recompute, N
 
 enum { CORPUS = 300000, SYMBOLS = 64, STEPS = 120, LAST = 40 };
 
-// Text in which symbol i is drawn 1 / (i + 1) as often as the first, and every second symbol follows from
-// the one before it. Returns its path in memory, for the caller to free.
-static char *plant_corpus(void) {
+// Text in which symbol i is drawn 1 / (i + 1) as often as the first, but half of the symbols, chosen at
+// random, follow from the one before. Returns its path in memory, for the caller to free.
+static char *make_corpus(void) {
     char *text = host_alloc(CORPUS);
     double total = 0;
     for (int i = 0; i < SYMBOLS; i++) total += 1.0 / (i + 1);
@@ -283,9 +283,10 @@ static void compare(Mesh mesh, const Config *config) {
         STEPS);
     Config c = config_default(defaults);
     free(defaults);
-    char *corpus = plant_corpus();
+    char *corpus = make_corpus();
     c.data = corpus;
-    say("\nOn a planted corpus of few tokens, one device, %d steps; of the last %d:\n", STEPS, LAST);
+    say("\nOn a made-up corpus of %d symbols, one device, %d steps; means of the last %d:\n", SYMBOLS,
+        STEPS, LAST);
     say("  %-20s %28s %8s", "", "busiest expert / mean", "loss");
     enum { WAYS = sizeof ways / sizeof *ways };
     Load all[WAYS] = {{.loss = 0}};  // the ranks share the runs

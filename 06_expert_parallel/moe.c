@@ -16,7 +16,7 @@
 // Kept for backward: n (e + k) numbers of routing, 2 n k indices and n k (2 h + 3 f) elements.
 // Bytes sent: none.
 // Run: build/06_expert_parallel/moe     (--experts 8 --top-k 2, --moe deepseek --shared-experts 1 …)
-// Last line: PASS moe: grouped by experts, the tokens make the step of one token after the other …
+// Last line: PASS moe: tokens grouped by expert reproduce the step of one token at a time …
 #include <math.h>
 #include <stdlib.h>
 
@@ -349,9 +349,9 @@ static const Technique *const plainly[] = {&token_by_token, &recompute, NULL};
 int main(int argc, char **argv) {
     const Program program = {
         .purpose =
-            "A mixture of experts: each token takes some of them, and each expert's tokens make one "
-            "multiply.",
-        .claim = "grouped by experts, the tokens make the step of one token after the other",
+            "A mixture of experts: each token takes some of them, and each expert multiplies all its "
+            "tokens at once.",
+        .claim = "tokens grouped by expert reproduce the step of one token at a time",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 experts=8 top-k=2",

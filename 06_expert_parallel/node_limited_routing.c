@@ -135,8 +135,8 @@ static void all_route_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
 }
 
 // Rows for the experts of this node, as chosen by the tokens that have arrived. How many rows the node's
-// other ranks send here follows from the counts of all ranks: each forwards those of the ranks of its own
-// place.
+// other ranks send here follows from the counts of all ranks: each forwards the tokens of the ranks
+// that have its position in their nodes.
 static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor chosen) {
     Moe *moe = l->plain->moe;
     int64_t ranks = l->inside.ep.size, nodes = l->across.size, each = ranks * moe->here;

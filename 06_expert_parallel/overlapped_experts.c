@@ -174,12 +174,10 @@ typedef struct PairOfPasses {
     const Action *action;
 } PairOfPasses;
 
-// The backward goes first: it computes longest, and begins by sending.
+// The backward, pass[1], goes first: it computes longest, and begins by sending.
 static void compute_of(void *context, int which) {
     const PairOfPasses *pair = context;
-    bool backward_is_first = pair->action->pass[0].kind != PASS_F;
-    pipeline_compute(pair->pipeline, pair->model,
-                     pair->action->pass[backward_is_first ? which : 1 - which]);
+    pipeline_compute(pair->pipeline, pair->model, pair->action->pass[1 - which]);
 }
 
 static void together(void *context, Pipeline *pipeline, Model *m, const Action *action) {
@@ -246,9 +244,10 @@ static void unplug(Model *m, void *context) {
 }
 
 static void check(const Config *c) {
-    CHECK(c->pp > 1 || config_number(c, "zero") < 3,
-          "--zero 3 frees a unit's weights behind a micro-batch, and another one is still in it; --zero 2 "
-          "would fit, or --pp, with which weights are gathered once a step");
+    CHECK(
+        c->pp > 1 || config_number(c, "zero") < 3,
+        "--zero 3 frees a unit's weights after one micro-batch's pass, while the other one may still need "
+        "them; --zero 2 would fit, or --pp, with which weights are gathered once a step");
     double schedule = config_number(c, "schedule");
     CHECK(c->pp == 1 || config_text(c, "load") || schedule == DUALPIPE || schedule == DUALPIPE_V,
           "--pp %ld: two micro-batches are in flight where a forward and a backward run as a pair; "
@@ -302,7 +301,8 @@ static void more(Mesh mesh, const Config *config) {
 
 int main(int argc, char **argv) {
     const Program program = {
-        .purpose = "Experts with two micro-batches in flight: one computes while the other's are sent.",
+        .purpose =
+            "Experts with two micro-batches in flight: one computes while the other's tokens are sent.",
         .claim = "two micro-batches in flight change no bit",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=3 steps=3 "

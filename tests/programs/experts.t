@@ -136,7 +136,7 @@ passes "ep 2, f32" expert_parallel --dtype f32 $quick
 verdict='experts are balanced over ranks'
 passes "balance, 4 ranks, SGD over 3 steps" load_balance
 prints "balance, 4 ranks, SGD over 3 steps: its tables" \
-    "On a planted corpus of few tokens, one device, 120 steps; of the last 40:" \
+    "On a made-up corpus of 64 symbols, one device, 120 steps; means of the last 40:" \
     "Busiest expert / mean in single steps:"
 passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 \
     --z-loss 0 --balance-bias 0 --grad-acc 1 --proof-only $quick

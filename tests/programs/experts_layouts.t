@@ -85,7 +85,7 @@ if wanted "overlapped, a single pair of DualPipe, the parts of its step"; then  
     report $? "overlapped, a single pair of DualPipe, the parts of its step"
 fi
 refused "--schedule dualpipe or dualpipe_v would fit" overlapped_experts --pp 2 --ep 2 --schedule afab
-refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_experts --zero 3
+refused "--zero 3 frees a unit's weights after one micro-batch's pass" overlapped_experts --zero 3
 
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \
     expert_parallel --tp 2

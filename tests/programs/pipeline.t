@@ -300,7 +300,7 @@ refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" in
     --chunks 64
 refused "--chunks has an effect only with --schedule interleaved: add that, or leave out --chunks" one_f_one_b \
     --chunks 2
-refused "--schedule and --load are two schedules: one of them" one_f_one_b --schedule afab \
+refused "--schedule and --load are two schedules: give one of them" one_f_one_b --schedule afab \
     --load "$work/wide.txt"
 refused "--pp 3 does not divide the 4 ranks" one_f_one_b --pp 3
 refused "--tp 3 does not divide" one_f_one_b --ranks 6 --pp 2 --tp 3
