@@ -32,7 +32,7 @@ namespace backward_16 {
 // The most shared memory that a block needs: its dynamic arrays, and 2 kB for the static ones. With
 // TokenHeads there is a plan of tiles, which grows with the sequence.
 static int64_t plan_of(const AttentionChunk &at, int64_t tokens) {
-    return at.shape == MASK_ANY ? plan_bytes(TokenHeads{}, divided_up(tokens, ATTENTION_TILE)) : 0;
+    return at.shape == MASK_ANY ? plan_bytes(TokenHeads{}, ceil_div(tokens, ATTENTION_TILE)) : 0;
 }
 static int64_t forward_bytes(DType dtype, const AttentionChunk &at) {
     const int d = (int)at.head_size;
@@ -151,7 +151,7 @@ static void flash_backward(const ChunkGradients &to, const OperandsIn<T> &in, co
         device_scratch((size_t)(queries + 2 * keys) * sizeof(T) + (size_t)(room + 2 * rows) * 4));
     T *dk = dq + queries, *dv = dk + keys;
     float *words = reinterpret_cast<float *>(dv + keys), *lse = words + room, *delta = lse + rows;
-    const unsigned blocks = (unsigned)divided_up(rows, 256);
+    const unsigned blocks = (unsigned)ceil_div(rows, 256);
     OperandsIn<T> own = in;
     own.lse = lse;
     LAUNCH(by_heads, blocks, 256, 0, stream(), lse, in.lse, (const Heads &)n);

@@ -46,7 +46,7 @@ namespace fused_cross_entropy {
 template <int SIZE, bool TRANSPOSED_A, bool TRANSPOSED_B>
 static void multiply(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k, bool add) {
     constexpr int64_t TILE_SIDE = coarsening::SIDE * SIZE;
-    const dim3 grid((unsigned)divided_up(n, TILE_SIDE), (unsigned)divided_up(m, TILE_SIDE));
+    const dim3 grid((unsigned)ceil_div(n, TILE_SIDE), (unsigned)ceil_div(m, TILE_SIDE));
     const auto kernel = add ? coarsening::matmul<SIZE, SIZE, TRANSPOSED_A, TRANSPOSED_B, true>
                             : coarsening::matmul<SIZE, SIZE, TRANSPOSED_A, TRANSPOSED_B>;
     LAUNCH(kernel, grid, coarsening::THREADS, 0, stream(), c, a, b, m, n, k);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(256) transpose(uint16_t *y, const uint16_t *x,
 template <class T>
 static const T *untransposed(T *room, const T *x, bool transposed, int64_t rows, int64_t columns) {
     if (!transposed || !rows || !columns) return x;
-    const dim3 grid((unsigned)divided_up(rows, 32), (unsigned)divided_up(columns, 32)), block(32, 8);
+    const dim3 grid((unsigned)ceil_div(rows, 32), (unsigned)ceil_div(columns, 32)), block(32, 8);
     LAUNCH(transpose, grid, block, 0, stream(), reinterpret_cast<uint16_t *>(room),
            reinterpret_cast<const uint16_t *>(x), (int)columns, (int)rows);
     return room;
@@ -81,8 +81,8 @@ static bool multiply_16(T *c, const T *a, const T *b, int64_t m, int64_t n, int6
                         bool transpose_b, bool add) {
     if (m * n > INT32_MAX || m * k > INT32_MAX || k * n > INT32_MAX) return false;
     // of what is transposed: each from a multiple of 16 bytes on
-    const int64_t of_a = transpose_a ? divided_up(m * k, 8) * 8 : 0;
-    const int64_t of_b = transpose_b ? divided_up(k * n, 8) * 8 : 0;
+    const int64_t of_a = transpose_a ? ceil_div(m * k, 8) * 8 : 0;
+    const int64_t of_b = transpose_b ? ceil_div(k * n, 8) * 8 : 0;
     T *room = static_cast<T *>(device_scratch((size_t)(of_a + of_b) * sizeof *room));
     const auto run = add ? tensor_cores::launch_on<T, tensor_cores::STAGES, true, true>
                          : tensor_cores::launch_on<T, tensor_cores::STAGES, true, false>;
@@ -93,7 +93,7 @@ static bool multiply_16(T *c, const T *a, const T *b, int64_t m, int64_t n, int6
 
 static bool matmul(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
                    int64_t k, bool transpose_a, bool transpose_b, double beta) {
-    constexpr int64_t MOST = 65535 * 32;  // rows or columns: so many tiles does a grid have but along x
+    constexpr int64_t MOST = 65535 * 32;  // rows or columns: a grid has at most 65535 blocks along y
     if (m == 0 || n == 0 || c_dtype != dtype || m > MOST || n > MOST || k > MOST) return false;
     if (dtype == BF16)
         return multiply_16((__nv_bfloat16 *)c, (const __nv_bfloat16 *)a, (const __nv_bfloat16 *)b, m, n, k,
@@ -192,8 +192,8 @@ static bool cross_entropy_forward(DType dtype, void *losses, void *lse, const vo
                                   const int32_t *targets, int64_t n, int64_t v) {
     if (n > 0 && dtype != F64) {
         LAUNCH(
-            check_targets, (unsigned)divided_up(n, 256), 256, 0, stream(), &device_mailbox()->fault,
-            targets, n, v,
+            check_targets, (unsigned)ceil_div(n, 256), 256, 0, stream(), &device_mailbox()->fault, targets,
+            n, v,
             "cross_entropy_forward: number %lld of the tokens is %d, which a vocabulary of %lld has not");
         device_expect_fault();
     }
@@ -234,8 +234,8 @@ static bool step(T *value, float *master, float *m, float *v, const G *grad, con
                                  (float)h.eps,
                                  (float)(1 - h.lr * h.weight_decay)};
     kernel_fill(F32, scale, h.grad_scale, 1);
-    LAUNCH((fused_adamw::adamw<T, G>), (unsigned)divided_up(count, fused_adamw::BLOCK), fused_adamw::BLOCK,
-           0, stream(), value, master ? master : reinterpret_cast<float *>(value), m, v, grad, scale, c,
+    LAUNCH((fused_adamw::adamw<T, G>), (unsigned)ceil_div(count, fused_adamw::BLOCK), fused_adamw::BLOCK, 0,
+           stream(), value, master ? master : reinterpret_cast<float *>(value), m, v, grad, scale, c,
            count);
     return true;
 }

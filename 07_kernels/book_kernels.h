@@ -7,7 +7,7 @@
 #include "tensor/kernel_table.h"
 
 static inline cudaStream_t stream() { return static_cast<cudaStream_t>(device_stream()); }
-static inline int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Whether a block of this GPU may have so many bytes of shared memory.
 static inline bool may_share(int64_t bytes) {

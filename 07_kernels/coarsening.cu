@@ -138,8 +138,8 @@ static Work formula(int version, double n) {
     w.load_requests = pieces * warps * (tm + tn);
     w.load_sectors = 4 * w.load_requests;
     w.store_requests = n * n / 32;
-    // two rows of 16 lanes, which are neighbours, or in packs of four of which each has a sector to itself
-    // in part
+    // a warp stores two rows of 16 lanes: neighbours or, with packs of four, 16 bytes apart, two lanes to a
+    // sector
     w.store_sectors = w.store_requests * (tn == 1 ? 4 : 16);
     w.memory_sectors = 3 * n * n / 8;
     w.shared_passes = pieces * warps * (tm + tn + K * (tm + tn));

@@ -8,6 +8,9 @@
 //     dP = dO V'                                  dK += dS' Q
 //     dS = scale P (dP - rowsum(dO O))            dQ += dS K
 //
+// Softmax's backward needs the sum of P_ij dP_ij over all keys j. Since O = P V and dP = dO V', it is the dot
+// product of dO_i and O_i: one number per query, and no pass over its row of scores.
+//
 //                    queries ->  of all query heads that share this head of K/V, one head after another
 //     keys     K V   ■ ■ ■ ■         K, V, dK, dV    once for each tile of keys: dK and dV add up in
 //       |      K V   . ■ ■ ■                         registers, and need no atomics

@@ -90,9 +90,9 @@ __device__ static inline void consume(float (&sum)[D / 2], Softmax *x, const Sha
     }
 }
 
-// In turn i it multiplies for the scores of tile i and with those of tile i - 1. The values of tile i are
-// awaited before P V of tile i - 1 is: ptxas moves a wait for products in front of any arithmetic, but not
-// out of the loop of a wait at an mbarrier, and without one the exponentials would not begin before P V ends.
+// In turn i a warpgroup issues Q K' of tile i and P V of tile i - 1. It waits for the values of tile i
+// before it waits for P V of tile i - 1: ptxas moves a wait for wgmma ahead of arithmetic, but not across
+// the loop of an mbarrier's wait. Without that loop the exponentials would start only after P V.
 template <class T, int D, class Shape>
 __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, const Shared &m,
                                                const Shape &shape, int block_query) {
@@ -133,7 +133,8 @@ __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, 
 }
 
 // Block (queries, head, sample), those with the most keys first. Of a multiprocessor's 65536 registers, a
-// producer's thread keeps 24, and a consumer's has 240; to look at tokens it needs more.
+// producer's thread keeps 24, and a consumer's has 240; with TokenHeads, where the producer looks at
+// tokens, 40 and 232.
 template <class T, int D, bool TURNS, class Shape>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention(T *o, float *lse, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,

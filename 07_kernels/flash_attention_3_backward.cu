@@ -197,8 +197,9 @@ __device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], co
         wgmma_wait<1>(s);
         if (needs_mask(shape, w.tiles, w.tiles.at, key0, 16)) mask<D>(s, shape, m.sample, w.tiles.at, key0);
         to_weights<D>(s, rows, shape.scale);
-        // Ended long ago; but without its loop ptxas moves the next wait in front of all exponentials, and
-        // with it of half of them. (By tokens it would spill a register.)
+        // This phase has ended long ago. The wait is here for its loop: without it ptxas moves the next wait
+        // ahead of all exponentials, with it ahead of half of them. (With TokenHeads it would spill a
+        // register.)
         if (!Shape::EMPTY_ROWS) mbarrier_wait(&m.full[i % STAGES], i / STAGES % 2);
         wgmma_wait<0>(dp);
         to_gradients<T, D>(p, ds, s, dp, rows);

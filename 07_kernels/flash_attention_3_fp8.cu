@@ -4,8 +4,8 @@
 // Changes from flash_attention_3.cu: tensor cores multiply twice as many numbers in a clock, and Q, K and V
 // take half the bytes. A separate kernel first encodes them, x = scale * code, with a scale for each tile of
 // 128 rows of a head. The scales of Q and K are folded into softmax's, and the scale of V into the factor by
-// which O is rescaled between tiles: no extra work. Two things follow the paper, whose third is not here (Q
-// and K are rotated by a random orthogonal matrix, against outliers):
+// which O is rescaled between tiles: no extra work. Two things follow the paper (its rotation of Q and K by
+// a random orthogonal matrix, against outliers, is not here):
 //
 //   - 8-bit operands must have k along rows. The rows of V run along the columns of O, so two warps beside
 //     the producer transpose each tile in shared memory: ldmatrix gives a lane two keys of two columns,

@@ -4,15 +4,15 @@
 //     TokenHeads   by tokens    keys of its own document, at its own position and before; queries and keys
 //                               are different tokens, in any order and number (tensor/attention_mask.h)
 //
-// A kernel asks both the same, first about tiles of so many queries and keys, then, where it must, about
-// tokens. By tokens, what is known of a tile comes from the least and the greatest position and document of
-// each 64 tokens, two of which a tile of 128 asks and a tile of 32 shares:
+// A kernel asks both types the same questions: first about a tile of queries and keys, then, where it must,
+// about single tokens. TokenHeads has the least and greatest position and document (the bounds) of each 64
+// tokens: a tile of 128 uses two such bounds, and two tiles of 32 share one:
 //
 //     keys ->
-//     o / . .      o FULL:     no entry is masked
-//     o o / .      / PARTIAL:  each entry is masked by sees(shape, query, key)
-//     o o o /      . EMPTY:    first_keys, next_keys and first_queries, next_queries leave it out, so that
-//     o o o o                  nothing of it is read
+//     / . . .      o FULL:     no entry is masked
+//     o / . .      / PARTIAL:  each entry is masked by sees(shape, query, key)
+//     o o / .      . EMPTY:    first_keys, next_keys and first_queries, next_queries leave it out, so that
+//     o o o /                  nothing of it is read
 //
 //     for (int64_t key0 = first_keys<QUERIES, KEYS>(shape, sample, query0);
 //          key0 < end_of_keys<QUERIES>(shape, query0);
@@ -152,8 +152,8 @@ __device__ static inline TileState tile_state(const TokenHeads &shape, int64_t s
     return empty ? TILE_EMPTY : full ? TILE_FULL : TILE_PARTIAL;
 }
 
-// The first of from, from + STEP ... below `end` for which `filled` is true; if there is none, one not
-// below.
+// The first of from, from + STEP ... below `end` for which `filled` is true; if there is none, a value
+// that is not below `end`.
 template <int STEP, class Filled>
 __device__ static inline int64_t first_filled(int64_t from, int64_t end, Filled filled) {
     const int lane = (int)(threadIdx.x % 32);

@@ -75,8 +75,8 @@ __device__ static inline void pass_turn(const Shared &m) {
 
 // ---- softmax, in registers ----
 
-// Of a lane's two rows: the maximum so far, as a power of 2; this lane's part of the sum; and what earlier
-// sums count for in it. c: what makes a score a power of 2, scale log2(e).
+// Of a lane's two rows: the maximum so far, as an exponent of 2; this lane's part of the sum; and keep, the
+// factor that rescales earlier sums. c = scale log2(e): e^(scale S) = 2^(c S).
 struct Softmax {
     float c, most[2], sum[2], keep[2];
     int query0, sample;  // of the warp
@@ -134,8 +134,8 @@ __device__ static inline void rescale(float (&sum)[D / 2], const Softmax &x) {
     for (int i = 0; i < D / 2; i++) sum[i] *= x.keep[i / 2 % 2];
 }
 
-// The warp's rows of o, whose sums are multiples of `unit`, and lse (=): o by way of where its queries
-// were, to store whole chunks.
+// The warp's rows of o, whose sums are multiples of `unit`, and lse (=): o goes through the tile that held
+// Q, so that whole chunks are stored.
 template <class Shape, int D, class T>
 __device__ static inline void finish(T *o, float *lse, char *tile, const float (&sum)[D / 2],
                                      const Softmax &x, float unit, int end, int64_t stride) {

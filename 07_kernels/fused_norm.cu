@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(BLOCK) norm(T *y, float *rstd, T *x_new, const
 }
 
 // Block b has rows b, b + blocks, ...; dw_parts (blocks, h) (=) its part of dw. In shared memory and in the
-// parts words are in the order (N, packs), so that those of neighbouring threads are neighbours. Packs are
-// held to the registers with which four blocks fit; 0: nvcc may choose.
+// parts words are in the order (N, packs), so that those of neighbouring threads are neighbours. With packs,
+// registers are limited so that four blocks fit on a multiprocessor; 0: nvcc may choose.
 template <class T, int N, bool FUSED>
 __global__ void __launch_bounds__(BLOCK, N == 1 ? 0 : 4)
     norm_backward(T *dx, float *dw_parts, const T *dy, const T *x, const float *rstd, const T *w,
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(BLOCK, N == 1 ? 0 : 4)
             }
         }
         const float mean = over_block<added, WARPS>(sum, 0, sums) * inverse_h;
-        // behind a store to dx, which may be dx_new, loads would wait: several are in flight before it
+        // dx may be dx_new, so no load can move ahead of a store to dx: AHEAD loads are issued first
         for (int first = threadIdx.x; first < packs; first += AHEAD * BLOCK) {
 #pragma unroll
             for (int k = 0; k < AHEAD; k++)
@@ -377,7 +377,7 @@ int main(int argc, char **argv) {
         KERNELS_OPTIONS(options),
     };
     options_parse(argc, argv,
-                  "A residual addition and RMSNorm, both ways, as kernels of their own and as one.\n"
+                  "A residual addition and RMSNorm, forward and backward, as separate kernels and fused.\n"
                   "  fused_norm --gpu a100 --width 8192",
                   table, sizeof table / sizeof *table);
     n -= n % 8, h -= h % BLOCK;

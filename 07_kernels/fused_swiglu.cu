@@ -253,7 +253,7 @@ int main(int argc, char **argv) {
         KERNELS_OPTIONS(options),
     };
     options_parse(argc, argv,
-                  "The activation SwiGLU, both ways, as kernels of their own and as one.\n"
+                  "The activation SwiGLU, forward and backward, as separate kernels and fused.\n"
                   "  fused_swiglu --gpu a100",
                   table, sizeof table / sizeof *table);
     n -= n % 256;

@@ -1,7 +1,7 @@
 // kernels.h: what the programs of this chapter share: one table of versions of a kernel, and its proof.
 //
 // A version is launched at a small size, where the emulator counts what it asks of a GPU, and each count
-// must be what the formula in the program's header says of that size. The same formula at the size of the
+// must be what the program's formula() says of that size. The same formula at the size of the
 // table then gives the time that a named GPU would take (cuda/gpu_model.h). On a GPU there is nothing to
 // count; the versions run at the table's size and are measured beside what is modelled.
 #ifndef KERNELS_H

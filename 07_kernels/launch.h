@@ -1,5 +1,5 @@
-// launch.h: what kernels.h needs of the compiler that reads the kernels: arrays on the device, one launch
-// counted by the emulator or measured on a GPU, and what a kernel has made held against the CPU.
+// launch.h: the part of kernels.h that is CUDA C++: arrays on the device, a launch counted by the emulator or
+// timed on a GPU, and the comparison of a kernel's result with the CPU's.
 #ifndef LAUNCH_H
 #define LAUNCH_H
 
@@ -186,7 +186,7 @@ struct Proof {
     }
 };
 
-// A product of n x n matrices by multiply(c, a, b, n), of b or, if so, of its transpose.
+// Proves multiply(c, a, b, n), a product of n x n matrices. transposed: it gets b stored transposed.
 template <class Multiply>
 void prove_matmul(Proof *proof, int64_t n, bool transposed, Multiply multiply) {
     const int64_t count = n * n;
@@ -204,7 +204,8 @@ void prove_matmul(Proof *proof, int64_t n, bool transposed, Multiply multiply) {
 }
 
 // run(size) launches the version, and formula(size) is its work: at `small`, where the emulator counts it,
-// and at the size of the table, which only a GPU runs. It runs no other, as its arrays may be smaller.
+// and at the size of the table, which only a GPU runs. run is called with no other size, for which its
+// arrays may be too small.
 template <class Size, class Run, class Formula>
 void show_version(const KernelVersion &version, const Proof &proof, const Size &small, const Size &size,
                   Run run, Formula formula) {

@@ -20,8 +20,8 @@ __device__ static inline void narrow(__half *to, float x, float y) {
     *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
 }
 
-// x and y (+=) two neighbours, of which the first `count` exist: both or none if they are stored in `pairs`,
-// the first at an even place.
+// x += from[0], y += from[1], as far as these exist: `count` numbers are left. pairs: both exist or none,
+// at an even place, and are loaded at once.
 template <class T>
 __device__ static inline void add_neighbours(float &x, float &y, const T *from, bool pairs, int count) {
     using Sixteen = std::conditional_t<std::is_same<T, __half>::value, __half2, __nv_bfloat162>;
@@ -33,7 +33,7 @@ __device__ static inline void add_neighbours(float &x, float &y, const T *from, 
     if (!pairs && count > 0) x += static_cast<float>(from[0]);
     if (!pairs && count > 1) y += static_cast<float>(from[1]);
 }
-// They (=) x and y, rounded.
+// to[0] = x, to[1] = y, rounded, under the same conditions.
 template <class T>
 __device__ static inline void put_neighbours(T *to, float x, float y, bool pairs, int count) {
     if (pairs && count > 0) narrow(to, x, y);
@@ -41,7 +41,7 @@ __device__ static inline void put_neighbours(T *to, float x, float y, bool pairs
     if (!pairs && count > 1) narrow(to + 1, y);
 }
 
-// x as an array of T gives it back.
+// x rounded to T, as a store and a load would.
 template <class T>
 __host__ __device__ static inline float stored(float x) {
     return static_cast<float>(static_cast<T>(x));

@@ -127,8 +127,8 @@ __device__ static inline void multiply_stage(float (&sum)[ROWS][COLUMNS][4], con
 
 // ---- sums to memory ----
 
-// ADD: all of C is loaded before any is stored, as between stores each load would wait for the last; number
-// by number that takes too many registers, and it is done by rows.
+// ADD: all of C is loaded before any is stored, since a load behind a store would wait for it. Number by
+// number (not WIDE) that takes too many registers, so C is loaded and stored row by row.
 template <bool WIDE, bool ADD, class T>
 __device__ static inline void store(T *c, float (&sum)[ROWS][COLUMNS][4], int row0, int column0, int m,
                                     int n) {

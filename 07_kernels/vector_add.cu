@@ -28,6 +28,7 @@
 enum { BLOCK = 256, FEW_BLOCKS = ON_GPU ? 1024 : 4 };
 
 // ---- device code ----
+// LAUNCH(kernel, grid, block, shared, stream, …) is kernel<<<grid, block, shared, stream>>>(…).
 
 __global__ void __launch_bounds__(BLOCK) one_a_thread(float *c, const float *a, const float *b, int64_t n) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -87,9 +88,9 @@ static void launch(int version, float *c, const float *a, const float *b, int64_
 
 // The whole way of the playbook's host code: allocate, copy there, launch, copy back, free.
 static std::vector<float> add(int version, const float *a, const float *b, int64_t n, Work *work) {
-    Array<float> d_a(a, n), d_b(b, n), d_c(n);
+    Array<float> d_a(a, n), d_b(b, n), d_c(n);  // cudaMalloc, and cudaMemcpy of a and b
     *work = counted([&] { launch(version, d_c.at, d_a.at, d_b.at, n); });
-    return d_c.host();
+    return d_c.host();  // cudaMemcpy; at the end of their scope, cudaFree
 }
 
 // n a multiple of 128.

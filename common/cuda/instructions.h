@@ -63,7 +63,7 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
 }
 
 // Loads four 8 x 8 matrices of 16-bit numbers from shared memory: lanes 8 m to 8 m + 7 each point to one
-// row of matrix m, 16 bytes aligned to 16, and to[m] becomes the lane's fragment of it: row l / 4, columns
+// row of matrix m, 16 bytes aligned to 16, and to[m] becomes the lane's elements of it: row l / 4, columns
 // 2 (l % 4) and + 1. Matrices 0 to 3 at rows 0, 8, 0, 8 and columns 0, 0, 8, 8 make an A.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

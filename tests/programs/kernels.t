@@ -1,6 +1,6 @@
 #!/bin/bash
 # kernels.t: the programs of chapter 07 in the emulator: each reaches its verdict, which compares every
-# count with the formula in its header, and shows what the playbook says. If nvcc is installed: no kernel
+# count with its formula(), and shows what the playbook says. If nvcc is installed: no kernel
 # spills a register, waits for each wgmma separately or keeps registers that it should give up, and each
 # needs as many as its program says. TAP.
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
