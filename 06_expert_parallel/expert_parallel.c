@@ -113,11 +113,11 @@ static void regroup(const ExpertParallel *x, const int64_t *received, Tensor by_
     }
 }
 
-static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, const int64_t *from,
-                        Moment wait) {
+static Tensor exchanged(const ExpertParallel *x, MemoryKind kind, Tensor in, const int64_t *to,
+                        const int64_t *from, Moment wait) {
     int64_t h = tensor_columns(in), *sent = elements(x, to, h), *received = elements(x, from, h), rows = 0;
     for (int64_t i = 0; i < x->ep.size * x->moe->here; i++) rows += from[i];
-    Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, h));
+    Tensor out = tensor_new(kind, in.dtype, SHAPE(rows, h));
     wait_meanwhile(x->moe, comm_all_to_all(out, received, in, sent, x->ep), wait);
     free(sent);
     free(received);
@@ -125,7 +125,7 @@ static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, c
 }
 
 Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own) {
-    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, WAITS);
+    Tensor arrived = exchanged(x, MEMORY_COMMUNICATION, own, exchange->sent, exchange->received, WAITS);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
     regroup(x, exchange->received, rows, arrived, true);
     tensor_free(&arrived);
@@ -135,10 +135,7 @@ Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tenso
 Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait) {
     Tensor leaving = tensor_like(MEMORY_COMMUNICATION, made);
     regroup(x, exchange->received, made, leaving, false);
-    Tensor came = exchanged(x, leaving, exchange->received, exchange->sent, wait);
-    Tensor own = tensor_new(MEMORY_ACTIVATION, made.dtype, came.dims, came.shape);
-    op_copy(own, came);
-    tensor_free(&came);
+    Tensor own = exchanged(x, MEMORY_ACTIVATION, leaving, exchange->received, exchange->sent, wait);
     tensor_free(&leaving);
     return own;
 }

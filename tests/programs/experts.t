@@ -12,7 +12,7 @@ quick="--layers 2 --steps 2"
 one="--layers 1 --steps 1"
 
 # ---- one device: experts that multiply their rows, against tokens that go to their experts ----
-verdict='grouped by experts'
+verdict='tokens grouped by expert'
 passes "moe, SGD over 3 steps" moe
 passes "moe, AdamW, tied" moe --optimizer adamw --lr 0.001 --tied $quick
 passes "moe, one expert for each token" moe --top-k 1 $quick
