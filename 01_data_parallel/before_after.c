@@ -96,7 +96,8 @@ static int ranks_in(const char *printed) {
 }
 
 void example_end(Example *e, Tensor after, Tensor expected, double bytes, const char *printed) {
-    double sent = (double)comm_count(e->call).bytes;
+    const char *call = e->call ? e->call : "any call";
+    double sent = (double)(e->call ? comm_count(e->call) : comm_total()).bytes;
     int64_t count = tensor_exists(expected) ? tensor_count(expected) : 0;
     int64_t holds = tensor_exists(after) ? tensor_count(after) : 0, right = 0;
     double *x = host_alloc(2 * (size_t)count * sizeof *x), *y = x + count;
@@ -110,18 +111,17 @@ void example_end(Example *e, Tensor after, Tensor expected, double bytes, const 
         print_held(&e->before, &held);
         if (printed && e->group.size == ranks_in(printed))
             report_that(!strcmp(in_one_line(&held), printed),
-                        "%s: ranks hold %s, and the playbook prints %s", e->call, in_one_line(&held),
-                        printed);
+                        "%s: ranks hold %s, and the playbook prints %s", call, in_one_line(&held), printed);
     }
     double formula = comm_sum(bytes, e->group), all_sent = comm_sum(sent, e->group);
-    char *what = format_text("bytes of %s, all ranks", e->call);
+    char *what = format_text("bytes of %s, all ranks", call);
     if (holds != count)
-        report_that(false, "%s: a rank holds %lld elements after it, expected %lld", e->call,
-                    (long long)holds, (long long)count);
+        report_that(false, "%s: a rank holds %lld elements after it, expected %lld", call, (long long)holds,
+                    (long long)count);
     else if (right < count)
-        report_that(false, "%s: a rank holds %g as its element %lld after it, expected %g", e->call,
-                    x[right], (long long)right, y[right]);
-    report_that(sent == bytes, "%s: a rank sent %.0f B, by its formula %.0f", e->call, sent, bytes);
+        report_that(false, "%s: a rank holds %g as its element %lld after it, expected %g", call, x[right],
+                    (long long)right, y[right]);
+    report_that(sent == bytes, "%s: a rank sent %.0f B, by its formula %.0f", call, sent, bytes);
     report_equal(what, formula, all_sent, "B");
     free(what);
     free(x);

@@ -71,7 +71,7 @@ static void by_columns(const Whole *one, Group g) {
     e = example_begin("all_reduce", "by columns, backward: dX is a sum, as every rank has read X", dX, g);
     comm_wait(comm_all_reduce(dX, REDUCE_SUM, g));
     example_end(&e, dX, copy_of(one->dX), all_reduce_bytes(tensor_count(dX), g), NULL);
-    e = example_begin("all_reduce", "by columns, backward: dW_i = X^T dY_i; nothing is sent", dY, g);
+    e = example_begin(NULL, "by columns, backward: dW_i = X^T dY_i; nothing is sent", dY, g);
     example_end(&e, dW, columns_of(one->dW, i, n), 0, NULL);
     tensor_free(&X);
     tensor_free(&W);
@@ -102,7 +102,7 @@ static void by_rows(const Whole *one, Group g) {
         "gather", "by rows, backward: dX_i = dY W_i^T are columns of dX, and go where X came from", dX, g);
     comm_wait(comm_gather(all, dX, NULL, 0, g));
     example_end(&e, all, expected, i == 0 ? 0 : (double)tensor_bytes(dX), NULL);
-    e = example_begin("all_reduce", "by rows, backward: dW_i = X_i^T dY; nothing is sent", one->dY, g);
+    e = example_begin(NULL, "by rows, backward: dW_i = X_i^T dY; nothing is sent", one->dY, g);
     example_end(&e, times(X, true, one->dY, false), rows_of(one->dW, i, n), 0, NULL);
     tensor_free(&X);
     tensor_free(&W);
