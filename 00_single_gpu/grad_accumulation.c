@@ -36,7 +36,7 @@ void micro_batches_in_turn(void *context, Model *model, const StepInput *input) 
     (void)context;
     model_begin_step(model, input->micro_batches);
     for (int64_t i = 0; i < input->micro_batches; i++) {
-        MicroBatch micro = micro_batch_of(model, input, i);
+        MicroBatch micro = micro_batch_of(model, input, i, input->loss_scale[i]);
         clock_push("forward");
         model_forward(model, &micro);
         clock_pop();

@@ -77,10 +77,10 @@ MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32
     return micro;
 }
 
-MicroBatch micro_batch_of(const Model *m, const StepInput *input, int64_t index) {
+MicroBatch micro_batch_of(const Model *m, const StepInput *input, int64_t index, double loss_scale) {
     const int32_t *tokens = input->tokens, *targets = input->targets;
     if (tokens) tokens += index * input->b * m->config.seq, targets += index * input->b * m->config.seq;
-    return micro_batch_new(m, index, input->b, tokens, targets, input->loss_scale[index]);
+    return micro_batch_new(m, index, input->b, tokens, targets, loss_scale);
 }
 
 void micro_batch_free(Model *m, MicroBatch *micro) {

@@ -103,7 +103,7 @@ static void explain_bad_loss(Trainer *t, const StepInput *input) {
     Model *m = t->model;
     Group world = m->mesh.world;
     for (int64_t i = 0; i < input->micro_batches; i++) {
-        MicroBatch micro = micro_batch_of(m, input, i);
+        MicroBatch micro = micro_batch_of(m, input, i, input->loss_scale[i]);
         micro.index = -1;  // not training
         double loss = m->sockets.schedule.evaluate(m->sockets.schedule.context, m, &micro);
         const char *bad = isfinite(loss) ? NULL : micro_batch_first_bad(m, &micro);

@@ -281,8 +281,9 @@ int64_t config_document_end(const Config *config);
 // micro_batch_free.
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
-// The micro-batch with this index of a step.
-MicroBatch micro_batch_of(const Model *model, const StepInput *input, int64_t index);
+// The micro-batch with this index of a step. loss_scale: what its losses are multiplied by, the input's for
+// this index; an argument, so that a loop over micro-batches shows where the mean is taken.
+MicroBatch micro_batch_of(const Model *model, const StepInput *input, int64_t index, double loss_scale);
 void micro_batch_free(Model *model, MicroBatch *micro);
 // A loss of 0: (1) f64 on the device, where it stays until the host needs it.
 Tensor loss_new(void);

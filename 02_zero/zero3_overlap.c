@@ -166,7 +166,7 @@ static void largest_degree(Mesh mesh, const Config *config) {
         report_number("ZeRO-3", name, most, "");
         free(name);
     }
-    say("\nZeRO-3's communication for Llama 3 8B's layers is hidden up to DP = %d, %d, %d with 4096, 8192, "
+    say("\nLlama 3 8B: ZeRO-3's communication is hidden up to DP = %d, %d, %d with 4096, 8192, "
         "16384 "
         "tokens",
         degree[0], degree[1], degree[2]);

@@ -47,7 +47,7 @@ static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
     const Schedule *s = &p->schedule;
     MicroBatch *micro = &p->micro[index];
     if (p->passes_left[index] >= 0) return micro;
-    *micro = micro_batch_of(m, p->input, index);
+    *micro = micro_batch_of(m, p->input, index, p->input->loss_scale[index]);
     const int *place = s->place + s->direction[index] * s->stages;
     p->passes_left[index] = 0;
     for (int stage = 0; stage < s->stages; stage++)

@@ -131,7 +131,7 @@ enum { ALIVE = 3 };  // micro-batch i stands at i % ALIVE
 
 static MicroBatch *begin_micro_batch(MicroBatch *micro, const Model *m, const StepInput *input, int64_t i) {
     if (i >= input->micro_batches) return NULL;
-    micro[i % ALIVE] = micro_batch_of(m, input, i);
+    micro[i % ALIVE] = micro_batch_of(m, input, i, input->loss_scale[i]);
     return &micro[i % ALIVE];
 }
 

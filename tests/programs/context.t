@@ -146,7 +146,7 @@ for program in zigzag_ring_attention all_gather_attention; do
 done
 refused "ulysses shows --context ulysses alone: leave out --context, or run ring_attention" ulysses \
     --context all-gather
-refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag \
+refused "--context zigzag always uses --layout zigzag" ring_attention --context zigzag \
     --layout striped
 refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" ring_attention --seq 3
 refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" zigzag_ring_attention --dp 2 \
@@ -157,7 +157,7 @@ refused "which has nothing to do here: leave it out, or give --cp 3" ring_attent
 refused "--cp 4 x --tp 1 must divide --heads 6; --cp 1, 2 would fit, or ring attention" ulysses --heads 6
 refused "3 key/value heads on each rank of --tp: one must divide the other; --cp 1 would fit, or ring" \
     ulysses --heads 12 --kv-heads 3
-refused "leave out --layout; ring attention takes any" zigzag_ring_attention --layout striped
+refused "leave out --layout, or run ring_attention, which takes any" zigzag_ring_attention --layout striped
 refused "--cp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --cp 3
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --dp 3
 refused "--tp 4 does not divide --heads 6" ring_attention --tp 4

@@ -27,7 +27,7 @@ for program in zero1 zero2 zero3; do
         zero2) lines=("With 2 micro-batches and SGD:") ;;
         zero3) lines=("$model" "With 2 micro-batches, SGD and no prefetch:"
             "What rank 0 holds at its peak, and sends; Psi = 8.03 B parameters, N = 6 ranks:"
-            "ZeRO-3's communication for Llama 3 8B's layers is hidden up to DP = …") ;;
+            "Llama 3 8B: ZeRO-3's communication is hidden up to DP = …") ;;
     esac
     prints "$program, 6 ranks, some of which own nothing of the head: what follows the proof" "${lines[@]}"
 done

@@ -93,7 +93,7 @@ static void run_order(void *context, Model *model, const StepInput *input) {
     memset(o->done, 0, sizeof o->done);
     draw_chunks(o);
     model_begin_step(model, MICROS);
-    for (m = 0; m < MICROS; m++) micro[m] = micro_batch_of(model, input, m);
+    for (m = 0; m < MICROS; m++) micro[m] = micro_batch_of(model, input, m, input->loss_scale[m]);
     while (draw_action(o, &m, &c, &action)) {
         if (action == F) chunk_forward(model, &micro[m], o->chunk[c]);
         if (action == B) chunk_backward_input(model, &micro[m], o->chunk[c]);
