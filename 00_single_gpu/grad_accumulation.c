@@ -12,8 +12,8 @@
 // means is a different number.
 //
 // Memory: activations of one micro-batch instead of the whole batch; gradients live through all
-// micro-batches. Time: in 16 bits each further micro-batch's gradients are added to f32 sums (2 + 4 bytes read
-// for each parameter, 4 written) and zeroed (2 written). Bytes sent: none.
+// micro-batches. Time: in 16 bits each further micro-batch's gradients are added to f32 sums (2 + 4 bytes
+// read for each parameter, 4 written) and zeroed (2 written). Bytes sent: none.
 // Run: build/00_single_gpu/grad_accumulation      (--masked alone, --dtype f32, --micro-batch 12 …)
 // Last line: PASS grad_accumulation: every split of the batch makes the same step …
 #include <stdlib.h>

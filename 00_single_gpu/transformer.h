@@ -3,9 +3,9 @@
 // Letters: b micro-batch, s sequence, n = b s tokens, h hidden, a heads, d head size, kv key/value heads,
 // f feed-forward, v vocabulary, L layers. A gradient is "d" and the name. Shapes are what this rank stores.
 //
-// Backward has two halves: B computes the gradients of activations, down to a unit's input; W adds to those of
-// weights, and may run later. A socket is a set of functions that the model calls at given points of a step; a
-// technique's plug replaces some of them.
+// Backward has two halves: B computes the gradients of activations, down to a unit's input; W adds to those
+// of weights, and may run later. A socket is a set of functions that the model calls at given points of a
+// step; a technique's plug replaces some of them.
 #ifndef TRANSFORMER_H
 #define TRANSFORMER_H
 
@@ -105,9 +105,9 @@ typedef struct StepInput {
 // ---- the sockets: where a parallelism plugs in ----
 
 // An empty socket has the single-device behaviour (sockets.c); a technique's plug fills some and leaves the
-// rest. A socket's functions are passed its `context`, which may be NULL; no function is. B adds to no weight's gradient:
-// it keeps what it computes for W. So only W calls the gradients socket, and the Bs and Ws of several
-// micro-batches may run in any legal order.
+// rest. A socket's functions are passed its `context`, which may be NULL; no function is. B adds to no
+// weight's gradient: it keeps what it computes for W. So only W calls the gradients socket, and the Bs and
+// Ws of several micro-batches may run in any legal order.
 typedef struct Model Model;
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 

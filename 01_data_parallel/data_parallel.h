@@ -56,7 +56,8 @@ typedef struct Example {
     Held before;
 } Example;
 
-// call: whose bytes are counted, from here on; NULL: those of all calls. before: what this rank holds, or {0}.
+// call: whose bytes are counted, from here on; NULL: those of all calls. before: what this rank holds, or
+// {0}.
 Example example_begin(const char *call, const char *title, Tensor before, Group group);
 // Prints what all ranks hold before and after, compares `after` (or {0}) with `expected` and the bytes that
 // this rank sent with `bytes`, and frees both tensors. `printed`: what the playbook prints, or NULL; used

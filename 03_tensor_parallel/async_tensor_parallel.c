@@ -14,8 +14,8 @@
 // one before.) Parts are added in rank order and rounded once, as in a reduce-scatter: no bit differs from
 // sequence_parallel.c if the BLAS computes a row the same way in a product of few rows and in one of many.
 // Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K with K = b s h e, as in sequence_parallel.c.
-// Memory per rank: the same, and K for the parts. It saves time on the model clock, and is meant for GPUs: on a CPU the rank that
-// multiplies moves the bytes itself, and small products are slower than large ones.
+// Memory per rank: the same, and K for the parts. It saves time on the model clock, and is meant for GPUs:
+// on a CPU the rank that multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
 // Last line: PASS async_tensor_parallel: rows are in flight during products, and the ranks reproduce …
 #include <stdlib.h>

@@ -1,8 +1,8 @@
 // sequence_parallel.c: norms and residuals are also sharded over ranks. Playbook: "Sequence Parallelism".
 //
-// Changes from tensor_parallel.c: outside the regions that reach from f to f* each of N ranks has only its own
-// tokens, an N-th of the b s rows of (b s, h), and embeds, normalizes and adds only those (Korthikanti et al.
-// 2022). g and g* take the places of f and f*:
+// Changes from tensor_parallel.c: outside the regions that reach from f to f* each of N ranks has only its
+// own tokens, an N-th of the b s rows of (b s, h), and embeds, normalizes and adds only those (Korthikanti
+// et al. 2022). g and g* take the places of f and f*:
 //
 //     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2
 //     and the same around the MLP

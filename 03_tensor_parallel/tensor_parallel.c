@@ -1,10 +1,10 @@
 // tensor_parallel.c: each block's matrices sharded over ranks. Playbook: "Tensor Parallelism in a Transformer
 // Block"; Shoeybi et al. 2019 (Megatron-LM).
 //
-// Changes from 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part
-// of the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns (column-parallel;
-// the playbook's column-linear), Wo Wdown by rows (row-parallel); see split_matmul.c. The table of weights has
-// them as (out, in), so columns of W are rows there.
+// Changes from 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its
+// part of the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns
+// (column-parallel; the playbook's column-linear), Wo Wdown by rows (row-parallel); see split_matmul.c. The
+// table of weights has them as (out, in), so columns of W are rows there.
 //
 //     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2
 //     and the same around the MLP

@@ -91,8 +91,8 @@ static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits
     op_cross_entropy_part_backward(dlogits, logits, lse, micro->targets, micro->grad_scale, vocab->part);
 }
 
-// The entries of the vocabulary (of v) in rows first … first + stored - 1; on the last ranks maybe none, only
-// padding.
+// The entries of the vocabulary (of v) in rows first … first + stored - 1; on the last ranks maybe none,
+// only padding.
 static VocabularyPart part_of(int64_t v, int64_t stored, int64_t first) {
     if (first > v) first = v;
     return (VocabularyPart){v, first, v - first < stored ? v - first : stored};

@@ -78,8 +78,8 @@ void context_balance(Mesh mesh, const Config *config) {
         free(name);
         report_that(predicted == counted, "%s: this rank computes %.0f entries, by the formula %.0f",
                     layout[i]->name, counted, predicted);
-        // If 2 cp does not divide s, a rank may have one more token (up to s more entries), and its chunks may
-        // begin later (fewer than s more).
+        // If 2 cp does not divide s, a rank may have one more token (up to s more entries), and its chunks
+        // may begin later (fewer than s more).
         double bound = c.seq % (2 * cp) ? 2.0 * (double)c.seq : 0;
         report_that(layout[i] != &sequence_zigzag || most - least <= bound,
                     "zig-zag: ranks differ by %.0f entries, and may by %.0f", most - least, bound);

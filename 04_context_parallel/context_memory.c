@@ -2,8 +2,8 @@
 //
 // A step of Llama 3 8B, one sequence on N ranks, ZeRO-3 over dp x cp, full recomputation. Activations peak
 // when backward begins, at the head: the inputs of all L blocks, the logits, and the gradients of the
-// head's input (n h e) and of the last norm's weight (h e). That is what one device needs for n = s / N tokens (the most that a rank has), by
-// 00_single_gpu's formulas:
+// head's input (n h e) and of the last norm's weight (h e). That is what one device needs for n = s / N
+// tokens (the most that a rank has), by 00_single_gpu's formulas:
 //
 //     kept(n) + n h e + h e      and the positions of s tokens, for the masks
 //

@@ -50,7 +50,8 @@ static Request *hop(KeysValues *next, KeysValues now, int64_t rows, Group cp) {
 }
 
 // q, o (b own, a d) and k, v (b own, kv d) of this rank's tokens; o =. Keeps lse (b own, a). A chunk alone
-// gives o', normalized over its own keys, and lse' = log of the sum of their e^score. It is merged into o, lse:
+// gives o', normalized over its own keys, and lse' = log of the sum of their e^score. It is merged into o,
+// lse:
 //     new = log(e^lse + e^lse')      o = e^(lse - new) o + e^(lse' - new) o'      lse = new
 static void ring_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
                          Tensor k, Tensor v, AttentionShape shape) {

@@ -15,8 +15,8 @@
 //     gradients, norm, optimizer of stage 0
 //
 // So a layout's bytes are those of a dry run on all its ranks. So is its time, except that the all-reduces
-// behind the walk (of the norm, of a tied weight) do not wait for the slowest stage. Bytes sent: none. This file has
-// no main: find_config.c uses it.
+// behind the walk (of the norm, of a tied weight) do not wait for the slowest stage. Bytes sent: none. This
+// file has no main: find_config.c uses it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -184,7 +184,8 @@ static Step step_of(const Config *c, double message_bytes) {
 
 // Each figure is a straight line in the layers of a stage, and in the micro-batches once there are twice as
 // many as stages. Before that the slowest stage need not be the one for which all wait, and not all W that
-// zero bubble delays have come. Interleaved, it is a straight line in rows of p micro-batches, from three rows on.
+// zero bubble delays have come. Interleaved, it is a straight line in rows of p micro-batches, from three
+// rows on.
 static Step extrapolated(const Config *config, double message_bytes) {
     int chunks = lone_chunks(config);
     int64_t p = config->pp, stages = p * chunks, layers = config->layers, m = config->grad_acc;

@@ -1,10 +1,10 @@
 // find_config.c: finds the layouts that train a model fastest on a cluster, and says how far to trust the
 // figure. Playbook: "Finding the Best Training Configuration", "Benchmarking thousands of configurations".
 //
-// Eight factors are fitted to published runs. Seven set the clock: six shares of peaks and bandwidths that real
-// programs reach, and the size of a multiply that reaches half of its rate. The eighth, the share of
-// communication that is hidden, is for the steps of other programs (cost.c). With this clock the search makes
-// two passes, in one process that stands for all ranks:
+// Eight factors are fitted to published runs. Seven set the clock: six shares of peaks and bandwidths that
+// real programs reach, and the size of a multiply that reaches half of its rate. The eighth, the share of
+// communication that is hidden, is for the steps of other programs (cost.c). With this clock the search
+// makes two passes, in one process that stands for all ranks:
 //
 //     every legal layout     closed forms of what a rank holds and how long a step takes, from a dry run of
 //                            one block that many layouts share: microseconds each

@@ -114,8 +114,8 @@ static void each_schedule(Space *s, Found f) {
     }
 }
 
-// The same ranks with each stage of ZeRO, full or no recomputation, with and without sequence parallelism. Flash
-// attention stores no scores, so that selective recomputation would take time and save no memory.
+// The same ranks with each stage of ZeRO, full or no recomputation, with and without sequence parallelism.
+// Flash attention stores no scores, so that selective recomputation would take time and save no memory.
 static void each_sharding(Space *s, Found f) {
     bool experts = s->goal->model.experts > 0;
     for (f.recompute = RECOMPUTE_NONE; f.recompute <= RECOMPUTE_FULL; f.recompute += RECOMPUTE_FULL)

@@ -18,9 +18,10 @@
 //     to nearest   the number closest to x, ties to an even mantissa: off by at most half a step
 //     stochastic   the one above with probability (x - below) / step: right on average, E[round(x)] = x
 //
-// Rounded to nearest, a weight in bf16 loses every update below half a step, however many there are; rounded
-// stochastically it does not. Beyond the largest number bfloat16 and float16 become infinity; what training
-// stores in 8 bits saturates, and e4m3 has no infinity: of those codes only the last is NaN. Bytes sent: none.
+// Rounded to nearest, a weight in bf16 loses every update below half a step, however many there are;
+// rounded stochastically it does not. Beyond the largest number bfloat16 and float16 become infinity; what
+// training stores in 8 bits saturates, and e4m3 has no infinity: of those codes only the last is NaN.
+// Bytes sent: none.
 // Run: build/08_mixed_precision/formats                (--value 0.1, --svg points.svg)
 // Last line: PASS formats: five formats are what their bits say …
 #include <math.h>

@@ -161,8 +161,8 @@ static void show_masters(void) {
                 "with masters the loss is not within 1%% of f32's");
 }
 
-// The gradient of a logit is its probability (about 1 / v = 2^-8) divided by the number of labels, 2^15: about
-// 2^-23, just twice the smallest float16.
+// The gradient of a logit is its probability (about 1 / v = 2^-8) divided by the number of labels, 2^15:
+// about 2^-23, just twice the smallest float16.
 static void show_scaling(void) {
     double error[2], zero[2];
     say("\nWithout loss scaling: the gradient of 32,768 labels\n");

@@ -71,8 +71,9 @@ static void recipe(Recipe *recipe, const Config *c) {
 }
 
 // Scales computed from tokens equal those of one device if the same tokens share them. Otherwise, only a
-// 16-bit dtype can be proven, whose own rounding already moves some elements to the next code. And what ranks sum differs from one device's in a last bit: in
-// f64 it hardly ever rounds to another code, in f32 in a few runs of a hundred, with a far larger difference.
+// 16-bit dtype can be proven, whose own rounding already moves some elements to the next code. And what
+// ranks sum differs from one device's in a last bit: in f64 it hardly ever rounds to another code, in f32
+// in a few runs of a hundred, with a far larger difference.
 static void check_tokens(const Config *c, const Fp8Recipe *r) {
     if (c->no_check || c->dtype == BF16 || c->dtype == F16) return;
     CHECK(!c->experts || r->history || (c->ep == 1 && (!r->tile || c->cp * c->tp == 1)),

@@ -6,9 +6,8 @@
 //
 // Long sums: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products (DeepSeek-V3), so products
 // that are small beside the sum are lost, and more of them the longer the sum is. They add 32 products at a
-// time to the sum: all are aligned to the largest exponent among them, and bits below its 14th are cut off, as
-// are those of the result (sum_in_bits). Sums
-// that are moved to f32 every 128 products stay short.
+// time to the sum: all are aligned to the largest exponent among them, and bits below its 14th are cut off,
+// as are those of the result (sum_in_bits). Sums that are moved to f32 every 128 products stay short.
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>

@@ -55,8 +55,8 @@ static void add_call(const Collective *c, Traffic *traffic) {
 
 // ---- how long that takes, and when ----
 
-// On the modelled machine: the nodes that have members of a group, the smallest number on any of them, where a
-// ring is narrowest, and the number on one member's.
+// On the modelled machine: the nodes that have members of a group, the smallest number on any of them,
+// where a ring is narrowest, and the number on one member's.
 typedef struct Spread {
     int nodes, least, beside;
 } Spread;

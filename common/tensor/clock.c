@@ -160,8 +160,8 @@ double clock_model_wait(double until) {
 //
 // Rings: every step passes one piece to the next member. Of the n - 1 hops by which one piece goes round,
 // m - 1 cross the network, and alpha is added along that path, since a piece need not wait for others (NCCL
-// counts so, too: nInterSteps in its tuning.cc). The ring is as wide as the narrower of a GPU's NVLink and the
-// network ports of all members on a node, on that with the fewest: B = min(NVLink, network x members).
+// counts so, too: nInterSteps in its tuning.cc). The ring is as wide as the narrower of a GPU's NVLink and
+// the network ports of all members on a node, on that with the fewest: B = min(NVLink, network x members).
 //     all_reduce                    2 (n - 1) alpha + 2 (n - 1) / n K / B
 //     reduce_scatter, all_gather      (n - 1) alpha +   (n - 1) / n K / B
 //     broadcast, reduce               (n - 1) alpha +               K / B
