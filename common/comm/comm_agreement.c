@@ -32,9 +32,11 @@
 // in the background: every call into comm advances all lines, and while requests are in flight so does the
 // end of every operation and, on a CPU, of each tile of a long one (tensor/in_flight.h). No bit and no
 // model time depends on it.
-// On a GPU, too, a call is launched only when all notices have come, although NCCL would wait on the
-// device. So a kernel waits only for ranks that have reached its call and will launch it, whatever their
-// hosts do meanwhile. Launched earlier, it might wait for a rank that calls something else, or that waits
+// On a GPU, too, a collective is launched only when all notices have come, although NCCL would wait on the
+// device. So its kernel waits only for ranks that have reached the call and will launch it, whatever their
+// hosts do meanwhile. (A batch of transfers is one kernel, launched when its first other end has come, since
+// a peer may need its part before it can reach the rest: that kernel may wait for ranks that have not come.)
+// Launched earlier, a collective's might wait for a rank that calls something else, or that waits
 // for a later call of this one; and a host that calls the driver in that state may not return: the first
 // launch of a kernel loads it, an allocation grows the pool, NCCL sets up a communicator, and each of these
 // may wait for the device. Such a host compares no notices and sees no timeout; and the first steps, which

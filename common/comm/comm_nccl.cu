@@ -142,9 +142,10 @@ char *scratch(const Operation *o, size_t bytes) {
     char **memory = &state.line[line_of(o)].scratch;
     size_t *held = &state.line[line_of(o)].scratch_bytes;
     if (bytes > *held) {
-        // The old memory is released when all that uses it is done.
-        join_streams(compute_stream(), stream_of(o));
-        if (*memory) device_free(MEMORY_COMMUNICATION, *memory, *held);
+        if (*memory) {  // released when all that uses it is done
+            join_streams(compute_stream(), stream_of(o));
+            device_free(MEMORY_COMMUNICATION, *memory, *held);
+        }
         *memory = (char *)device_alloc(MEMORY_COMMUNICATION, bytes);
         *held = bytes;
         join_streams(stream_of(o), compute_stream());

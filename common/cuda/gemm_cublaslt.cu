@@ -86,9 +86,9 @@ static cudaDataType_t type_of(DType dtype) {
     }
 }
 
-// Pedantic f32: no TF32 and no emulation by 16-bit products, whatever the environment says.
+// Pedantic: no TF32 and no emulation by narrower products, whatever the environment says.
 static cublasComputeType_t compute_of(DType dtype) {
-    if (dtype == F64) return CUBLAS_COMPUTE_64F;
+    if (dtype == F64) return CUBLAS_COMPUTE_64F_PEDANTIC;
     return dtype == F32 ? CUBLAS_COMPUTE_32F_PEDANTIC : CUBLAS_COMPUTE_32F;
 }
 

@@ -211,21 +211,21 @@ struct Wgmma;
     struct Wgmma<T, N, A, B> {                                                                            \
         static __device__ __forceinline__ void shared(float (&d)[COUNT], uint64_t a, uint64_t b,          \
                                                       bool add) {                                         \
-            HOPPER_ASM("{\n.reg .pred add;\nsetp.ne.b32 add, %" #A2                                       \
+            HOPPER_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A2                                           \
                        ", 0;\n"                                                                           \
                        "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." type "." type                \
-                       " {" NUMBERS_##COUNT "}, %" #A0 ", %" #A1 ", add, 1, 1" MAJORS ";\n}"              \
+                       " {" NUMBERS_##COUNT "}, %" #A0 ", %" #A1 ", p, 1, 1" MAJORS ";\n}"                \
                        : SUMS_##COUNT                                                                     \
                        : "l"(a), "l"(b), "r"((int)add), "n"((int)A), "n"((int)B));                        \
         }                                                                                                 \
         static __device__ __forceinline__ void registers(float (&d)[COUNT], const uint32_t (&a)[4],       \
                                                          uint64_t b, bool add) {                          \
             static_assert(A == K_MAJOR, "registers have one order");                                      \
-            HOPPER_ASM("{\n.reg .pred add;\nsetp.ne.b32 add, %" #A5                                       \
+            HOPPER_ASM("{\n.reg .pred p;\nsetp.ne.b32 p, %" #A5                                           \
                        ", 0;\n"                                                                           \
                        "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." type "." type                \
                        " {" NUMBERS_##COUNT "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #A4          \
-                                            ", add, 1, 1" MAJOR_B ";\n}"                                  \
+                                            ", p, 1, 1" MAJOR_B ";\n}"                                    \
                        : SUMS_##COUNT                                                                     \
                        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)B)); \
         }                                                                                                 \

@@ -199,7 +199,8 @@ static cublasStatus_t need(const cublasLtMatmulDescOpaque_t &x,
     NEED(NOT_SUPPORTED, m[A]->type == m[B]->type, "operands have different types");
     NEED(NOT_SUPPORTED, !x.scale[A] && !x.scale[B] && !x.fast, "only FP8 has scales and FAST_ACCUM");
     const bool is_f64 = m[A]->type == CUDA_R_64F;
-    NEED(NOT_SUPPORTED, is_f64 == (x.compute == CUBLAS_COMPUTE_64F), "f64 is summed in f64, and only f64");
+    NEED(NOT_SUPPORTED, is_f64 == (x.compute == CUBLAS_COMPUTE_64F_PEDANTIC),
+         "f64 is summed in f64, and only f64");
     NEED(NOT_SUPPORTED, x.scale_type == (is_f64 ? CUDA_R_64F : CUDA_R_32F), "scales have another type");
     NEED(NOT_SUPPORTED, m[D]->type == m[A]->type || (!is_f64 && m[D]->type == CUDA_R_32F),
          "the result has neither the operands' type nor f32");

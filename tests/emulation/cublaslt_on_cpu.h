@@ -14,7 +14,7 @@ typedef enum { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 } cublasOperation_t;
 typedef enum {
     CUBLAS_COMPUTE_32F = 68,
     CUBLAS_COMPUTE_32F_PEDANTIC = 69,
-    CUBLAS_COMPUTE_64F = 70
+    CUBLAS_COMPUTE_64F_PEDANTIC = 71
 } cublasComputeType_t;
 typedef enum {
     CUDA_R_32F = 0,
