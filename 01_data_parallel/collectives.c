@@ -182,7 +182,11 @@ static void send_and_receive(Group w) {
     Tensor t = series(1, w.rank + 1, 0);
     Example e = example_begin("transfers",
                               "send, receive: each adds what the rank before sends, and sends it on", t, w);
+    int64_t before = memory_account().now_total;
     sum_along(t, w);
+    int64_t after = memory_account().now_total;
+    report_that(after == before, "sum_along leaves %lld B of device memory behind",
+                (long long)(after - before));
     example_end(&e, t, series(1, (w.rank + 1) * (w.rank + 2) / 2, 0), w.rank < w.size - 1 ? F32_BYTES : 0,
                 NULL);
 }

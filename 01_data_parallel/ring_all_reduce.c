@@ -228,6 +228,14 @@ static double prove_sums(int64_t count, DType dtype, Group ring, bool integers) 
     double *scale = sum_of_sizes(t, ring), half = (ring.size - 1) * (double)tensor_bytes(t);
     int64_t reduce = tensor_bytes(t) - tensor_bytes(ring_chunk(t, ring.rank, ring));
     int64_t gather = tensor_bytes(t) - tensor_bytes(ring_chunk(t, ring.rank + 1, ring));
+    int64_t least = count, most = 0;
+    for (int i = 0; i < ring.size; i++) {
+        int64_t chunk = tensor_count(ring_chunk(t, i, ring));
+        if (chunk < least) least = chunk;
+        if (chunk > most) most = chunk;
+    }
+    report_that(most - least <= 1, "%lld elements: chunks have %lld to %lld, and may differ by one",
+                (long long)count, (long long)least, (long long)most);
     if (integers) {
         prove_bytes("reduce-scatter, (N - 1) K in all", ring_reduce_scatter, t, reduce, half, ring);
         prove_bytes("all-gather, (N - 1) K in all", ring_all_gather, t, gather, half, ring);

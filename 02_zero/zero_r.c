@@ -300,13 +300,14 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
                  (double)(buffer_bytes_of(&fused) - buffer_bytes_of(&constant)), "B");
     double times = ceil(one / g / (double)(bytes / (int64_t)g));
     if (mesh.dp.size > 1)
-        report_equal("times a constant one is filled", times, (double)calls / (double)config->steps - 2,
-                     "");
+        report_equal("times the constant buffer fills", times,
+                     (double)calls / (double)config->steps - 2, "");
     report_quiet(quiet);
-    report_that(in_turns == at_once,
-                "through the buffer all ranks send %.0f B, and with all gradients at once %.0f: what the "
-                "last filling leaves free is not sent",
-                in_turns, at_once);
+    report_that(
+        in_turns == at_once,
+        "through the buffer all ranks send %.0f B, and with all gradients at once %.0f: of the last "
+        "filling, only the part that it fills may be sent",
+        in_turns, at_once);
     if (!config->no_check) {
         compare_sums(config, mesh, &constant, &in_place);
         compare_sums(config, mesh, &fused, &in_place);

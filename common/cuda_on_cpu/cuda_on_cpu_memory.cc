@@ -256,7 +256,9 @@ static void find_shared(void) {
         }
         if (!is_red_zone(r)) {
             CHECK(!before || is_red_zone(*before),
-                  "no red zone lies between the shared arrays %s and %s: give each its own __shared__",
+                  "no red zone lies between the shared arrays %s and %s, declared in one statement: write "
+                  "a __shared__ "
+                  "statement for each",
                   before->name, r.name);
             fill_table(r, &r);
         }

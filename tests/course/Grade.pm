@@ -232,7 +232,8 @@ my @advice = (
         'Techniques that sum gradients over ranks rely on this call, and on `last` in the last one of a '
         . 'step.'],
     [qr/`ready` is called with `last`/, 'last',
-        'Each unit has a count of the micro-batches that are left: is it set anew for every step?'],
+        'Each unit counts the micro-batches that are left: is model_begin_step called once a step, with the '
+        . 'number of all its micro-batches?'],
     [qr/averaged twice/, 'scale',
         'The loss is already divided by the labels of the whole batch: sum, and do not divide by N '
         . 'again.'],
@@ -252,8 +253,8 @@ my @advice = (
     [qr/usually added twice/, 'scale', 'The same contribution is added twice.'],
     [qr/usually a sign/, 'sign', 'Something is subtracted that should be added.'],
     [qr/comm_wait comes first|is still (?:reading|writing)|was not waited for|never waited/, 'wait',
-        'A request is in flight while its tensor is used or freed: wait for the request first, or do '
-        . 'not start what nobody waits for.'],
+        'A request is in flight while its tensor is used or freed: wait for the request first, start it only '
+        . 'once its tensor is complete, or do not start what nobody waits for.'],
     [qr/this is no request in flight/, 'wait',
         'The request is waited for a second time, or was never started: which function waits for it, and '
         . 'which one starts it?'],
@@ -270,6 +271,16 @@ my @advice = (
     [qr/^(?:rank \d+: )?(?:[^:]*step \d+: )?out of (?:device|host) memory/, 'size',
         'A size is far too large: is it a count that was never set to zero, or one that is multiplied '
         . 'twice?'],
+    [qr/more bytes than 64 bits/, 'size',
+        'A size is far too large: was it read beyond the last unit or layer, or never set?'],
+    [qr/^claim \d+, /, 'formula',
+        'The playbook publishes another figure: which kind of state, or which ZeRO stage, does your function '
+        . 'count differently? "k =" is plan->optimizer_bytes.'],
+    [qr/of the last filling, only the part/, 'size',
+        'The last filling is rarely full: send only as many elements as it has.'],
+    [qr/no red zone lies between/, 'shared',
+        'Legal in CUDA, but the emulator puts a guard between shared arrays only if each has a __shared__ '
+        . 'statement of its own.'],
     [qr/dimension \d+ of a tensor is -/, 'size',
         'A count is negative: how many elements has a rank for which none are left?'],
     [qr/not made of heads/, 'shape',
@@ -277,6 +288,10 @@ my @advice = (
     [qr/elements differ from .*\(relative \d\.\d+e-(?:0[7-9]|1\d),/, 'order of sums',
         'Only the last bits differ: the same numbers are summed in another order. Which micro-batch, or '
         . 'which rank, is the first to add to a gradient, and is it always the same one?'],
+    [qr/^weights gathered .* make a step of/, 'gather',
+        'Each way must be faster than the one before it, and the slower one may be the wrong one: when does '
+        . '--gather after-step start its gathers, and do after-step and step wait for all of them after the '
+        . 'last unit?'],
     [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden|should\shide
         |in\sflight(?:,|\swhen)|not\sin\sflight/x,
         'overlap',
@@ -326,7 +341,7 @@ my @advice = (
     [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
         'Calls of two ranks are matched in the order in which they are started, and here both send, or '
         . 'both receive. Let one rank begin with the other call, or let both make one call of the two: '
-        . 'comm_send_receive.'],
+        . 'comm_send_receive. In a line, the first rank receives nothing and the last sends nothing.'],
     [qr/called (?:send|receive)\(.* where rank \d+ called (?:send|receive)\(/, 'order',
         'What one rank sends is not what the other one expects. Is it the right neighbour, and the same '
         . 'chunk, with as many elements, on both?'],
@@ -358,12 +373,12 @@ my @advice = (
     [qr/^weights equal in all copies/, 'copies',
         'Copies of a weight drift apart: do the ranks that store it take the same part of it, and does '
         . 'the table say that their gradients must be summed?'],
-    [qr/K.V in flight.*predicted/, 'memory',
+    [qr/^peak of buffers.*predicted/, 'memory',
         'What is sent, and what arrives, is MEMORY_COMMUNICATION: is it, and is all of it freed in time?'],
     [qr/^bytes in holes/, 'memory',
         'What lives longer is to be in its own place before the rest is allocated: move_to_own_place.'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
-    [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
+    [qr/(?:: calls of|all-reduces|all-gathers|times the constant buffer).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
     [qr/a rank sent \d+ B, by its formula/, 'bytes',
         'Is each call made as often as the formula counts it, with as many elements? If a tensor is sent in '
