@@ -127,7 +127,7 @@ static void check_no_step_was_skipped(const Record *record, const Config *config
     for (int64_t i = 0; i < record->steps && !device_is_dry_run(); i++)
         CHECK(isfinite(record->grad_norm[i]),
               "with the loss scaled, the gradients of step %lld, which a proof compares, overflow %s: a "
-              "smaller scale of the loss would fit, or --dtype bf16",
+              "smaller --scale would fit, or --dtype bf16",
               (long long)i + 1, dtype_name((DType)config->dtype));
 }
 

@@ -34,9 +34,13 @@ void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
         CHECK(layers > 0 || !between || !text,
               "--stage-layers %s: stage %d of %d would have no layer, as only the first and the last may",
               config_text(c, "stage-layers"), i, stages);
+        const char *chunks = config_number(c, "schedule") == INTERLEAVED ? " or --chunks" : "";
+        CHECK(layers > 0 || !between || !(c->init || c->resume),
+              "stage %d of %d would have no layer, as the checkpoint has %ld; fewer --pp%s would fit", i,
+              stages, c->layers, chunks);
         CHECK(layers > 0 || !between,
               "stage %d of %d would have no layer; --layers %d or more would fit, or fewer --pp%s", i,
-              stages, stages, config_number(c, "schedule") == INTERLEAVED ? " or --chunks" : "");
+              stages, stages, chunks);
         chunk[i] = (Chunk){(int)first, (int)(first + layers), i == 0, i == stages - 1};
         first += layers;
     }

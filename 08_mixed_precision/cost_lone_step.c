@@ -70,7 +70,7 @@ static double pipelined(const Config *c, const Stages *s) {
 }
 
 static double over_replicas(Replicas r, const char *name, double bytes) {
-    int node = clock_machine()->gpus_per_node;
+    int node = clock_gpus_per_node();
     if (r.ranks == 1 || !(bytes > 0)) return 0;
     int here = r.stride >= node ? 1 : node / r.stride;
     if (here > r.ranks) here = r.ranks;
@@ -189,7 +189,8 @@ static double continued(const Corners *k, double layers, double micro_batches) {
 
 // One stage. Few layers are counted as they are. A step is a straight line in its layers once the head's
 // gradients have been reduced by the end of backward; as long as one more layer hides more of them, more
-// layers are counted.
+// layers are counted. With tp, cp or experts each layer exposes some as well: so the line is also compared
+// with a step of twice as many layers.
 static double one_stage(const Config *c, int64_t layers) {
     Corners step = {.layers = layers, .micro_batches = c->grad_acc > 3 ? 2 : c->grad_acc};
     double exposed[2] = {0};
@@ -199,8 +200,14 @@ static double one_stage(const Config *c, int64_t layers) {
             step.at[i][j] = cost.step_seconds;
             exposed[i] += cost.comm.exposed_seconds;
         }
-    if (layers < c->layers && exposed[1] < (1 - 1e-6) * exposed[0])
-        return one_stage(c, 2 * layers < c->layers ? 2 * layers : c->layers);
+    int64_t more = 2 * layers < c->layers ? 2 * layers : c->layers;
+    bool straight = exposed[1] >= (1 - 1e-6) * exposed[0];
+    if (layers < c->layers && straight && more > layers + 1) {
+        double there = dry_step(c, more, step.micro_batches, c->tied).step_seconds;
+        double line = continued(&step, (double)more, (double)step.micro_batches);
+        straight = fabs(line - there) <= 1e-3 * there;
+    }
+    if (layers < c->layers && !straight) return one_stage(c, more);
     return continued(&step, (double)c->layers, (double)c->grad_acc);
 }
 

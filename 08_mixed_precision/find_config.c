@@ -6,7 +6,7 @@
 // communication that is hidden, is for the steps of other programs (cost.c). With this clock the search
 // makes two passes, in one process that stands for all ranks:
 //
-//     every legal layout     closed forms of what a rank holds and how long a step takes, from a dry run of
+//     every layout           closed forms of what a rank holds and how long a step takes, from a dry run of
 //                            one block that many layouts share: microseconds each
 //     the best of them       clocked: one stage by dry steps of few layers (cost_lone_step.c), several by
 //                            dry steps of all stages (cost_lone_pipeline.c)
@@ -72,9 +72,10 @@ static void report_none(const Goal *goal, int64_t legal) {
             false,
             "no layout of %d GPU%s is legal: dp x pp x cp x tp is %d, where dp divides the "
             "sequences of a step (%lld), of which a rank takes at most %d, pp is at most the number "
-            "of layers (%ld), tp divides the heads of K/V (%ld), and tp and cp are powers of two",
+            "of layers (%ld), tp divides the heads (%ld), and it and the heads of K/V (%ld) divide "
+            "one another, and tp and cp are powers of two",
             goal->gpus, s, goal->gpus, (long long)goal->sequences, MICRO_BATCH_MOST * MICRO_BATCHES_MOST,
-            goal->model.layers, goal->model.kv_heads);
+            goal->model.layers, goal->model.heads, goal->model.kv_heads);
     else if (filled > goal->gpus)
         report_that(false,
                     "no layout of %d GPU%s fits: weights, gradients and optimizer state alone fill %.0f",

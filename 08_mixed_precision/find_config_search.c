@@ -1,5 +1,6 @@
-// find_config_search.c: every legal layout of a model on a cluster, and the fastest that fit. Playbook:
-// "Finding the Best Training Configuration".
+// find_config_search.c: the layouts of a model on a cluster, and the fastest that fit. Playbook: "Finding the
+// Best Training Configuration". tp, cp, ep and the micro-batch are powers of two, pp and dp any numbers;
+// schedules are AFAB, 1F1B, ZB-H1, and interleaved ones of a few numbers of chunks.
 //
 //     gpus = dp x pp x cp x tp      batch = dp x micro_batch x micro_batches
 //
@@ -9,6 +10,7 @@
 // This file has no main: find_config.c uses it.
 #include <stdarg.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "find_config.h"
 #include "five_d.h"
@@ -130,6 +132,8 @@ static void each_batch(Space *s, Found f) {
         if (own % f.micro_batch) break;
         f.micro_batches = own / f.micro_batch;
         if (f.micro_batches > MICRO_BATCHES_MOST) continue;
+        // With experts each rank of tp has its own rows.
+        if (s->goal->model.experts && f.micro_batch * (s->goal->model.seq / f.cp) % f.tp) continue;
         int64_t fit = s->search->fit, priced = s->search->legal;
         each_sharding(s, f);
         if (s->search->fit == fit && s->search->legal > priced) break;  // nor will larger ones fit
@@ -138,8 +142,9 @@ static void each_batch(Space *s, Found f) {
 
 static bool legal(const Goal *goal, const Found *f) {
     const Config *c = &goal->model;
-    return c->kv_heads % f->tp == 0 && c->heads % f->tp == 0 && f->pp <= c->layers && f->pp <= RANKS_MOST &&
-           (f->cp == 1 || (f->cp <= 16 && c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128)) &&
+    return (c->kv_heads % f->tp == 0 || f->tp % c->kv_heads == 0) && c->heads % f->tp == 0 &&
+           config_dense_width(c) % f->tp == 0 && f->pp <= c->layers && f->pp <= RANKS_MOST &&
+           (f->cp == 1 || (c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128)) &&
            f->dp * f->cp * f->tp % f->ep == 0;
 }
 
@@ -288,6 +293,9 @@ static void print_command(const Goal *goal, const Found *f) {
     if (f->ep > 1) add(&w, " --ep %d", f->ep);
     if (f->recompute) add(&w, " --recompute full");
     if (f->zero == 0) add(&w, " --bucket-mb 25");  // ZeRO has none
+    if (strcmp(c->machine, "dgx-h100")) add(&w, " --machine %s", c->machine);
+    int per_node = machine_find(c->machine)->gpus_per_node;
+    if (clock_gpus_per_node() != per_node) add(&w, " --gpus-per-node %d", clock_gpus_per_node());
     say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check %s --micro-batch %ld "
         "--grad-acc %ld",
         w.text, f->micro_batch, f->micro_batches);

@@ -41,6 +41,9 @@ static void show_steps(Mesh mesh, const Config *config) {
     Config c = *config;
     c.steps = (int64_t)config_number(config, "shown");
     if (c.steps == 0) return;
+    // A step whose gradients overflow is skipped, and could not be compared: the scale begins low, and stays.
+    if (!config_given(&c, "scale")) config_set(&c, "scale", 1024);
+    config_set(&c, "scale-interval", (double)c.steps + 1);
     Config whole = program_on_one_device(&c, mesh);
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
     whole.follows = &run;

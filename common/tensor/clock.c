@@ -139,9 +139,11 @@ Machine clock_reached(void) {
     return machine;
 }
 
-int clock_node(int rank) {
-    return rank / (state.gpus_per_node ? state.gpus_per_node : clock_machine()->gpus_per_node);
+int clock_gpus_per_node(void) {
+    return state.gpus_per_node ? state.gpus_per_node : clock_machine()->gpus_per_node;
 }
+
+int clock_node(int rank) { return rank / clock_gpus_per_node(); }
 
 double clock_model_now(void) { return state.model_now; }
 

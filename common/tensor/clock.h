@@ -39,6 +39,7 @@ const Machine *clock_machine(void);
 // as the machine has.
 void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency);
 void clock_set_nodes(int gpus_per_node);  // sets this alone, and keeps the efficiencies
+int clock_gpus_per_node(void);
 // A machine whose peaks are what this one reaches with these efficiencies, for formulas beside the clock.
 Machine clock_reached(void);
 int clock_node(int rank);  // the node of a rank; ranks fill the nodes in order

@@ -194,7 +194,9 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_CLUSTER, REAL("network-efficiency", network_efficiency, "1", 0.001, 1,
                               "fraction of the links' bandwidth that messages reach on the model clock")},
         {CONFIG_TIMELINE,
-         FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
+         FLAG("timeline", timeline,
+              "show compute and communication of one step on the model clock (of the last but "
+              "one, if there are 3 or more)")},
         {CONFIG_TIMELINE, OUTPUT("timeline-svg", timeline_svg, "the same as an SVG picture")},
         {CONFIG_TRACE, OUTPUT("trace", trace, "write a trace for ui.perfetto.dev")},
         {CONFIG_FILES, HEADING("checkpoints")},

@@ -208,7 +208,7 @@ advises 'move_to_own_place' 'bytes in holes, with one block more: predicted 2688
 advises 'never allocated' \
     'rank 0: step 2: a view of 6144 elements from element 0 does not lie within no tensor'
 advises 'rise by the rate' 'bias 0.02: the busiest expert has 4.00 times the mean, expected below 1.3'
-advises 'set anew for every step' \
+advises 'model_begin_step called once a step' \
     'test_sockets, test t: `ready` is called with `last` true after micro-batch 1 of 3'
 # Micro-batches that are left out may look like ranks that are.
 perl -Itests/course -MGrade -e '

@@ -67,6 +67,21 @@ wanted "a search: ZB-H1 of few micro-batches" && run "$build/$program" --model l
     --batch-tokens 256K --seq 2048
 grep -qE '^ +1 +8 +4 +8 +1 +1 +4 +4 zb_h1 ' "$out"
 report $? "a search: ZB-H1 of few micro-batches, whose closed form is 10% too long, is among the best"
+# best NAME PATTERN FLAGS…: the first row of a search matches.
+best() {
+    local name="a search: $1" row=$2
+    shift 2
+    wanted "$name" || return 0
+    run "$build/$program" "$@" && sed -n '/^   tp  cp/ { n; p; }' "$out" | grep -qE "$row"
+    report $? "$name"
+}
+best "more ranks of tp than heads of K/V" '^ +2 +4 ' --model llama-3.2-1b --kv-heads 1 --gpus 8 --batch-tokens 8K \
+    --seq 8192
+best "cp beyond 16" '^ +1 +32 ' --model llama-3.2-1b --gpus 32 --seq 262144 --batch-tokens 256K
+best "a width that tp does not divide" '^ +1 +4 ' --ffn 14337 --gpus 4 --batch-tokens 4K
+best "rows of experts that tp does not divide" '^ +1 ' --model mixtral-8x7b --seq 4097 --batch-tokens 4097 \
+    --gpus 8 --layers 8
+best "nodes of one GPU" '^ +1 +1 +8 +1 ' --gpus 8 --batch-tokens 32K --gpus-per-node 1
 for picture in curves heat_map; do
     cmp "$work/$picture.svg" 08_mixed_precision/$picture.svg >"$err" 2>&1
     report $? "a search, whatever it looks for, draws the page's $picture"

@@ -15,9 +15,9 @@ done
 passes "a scale of 1, and an overflow on one rank" $program --scale 1 --proof-only
 verdict=''
 refused "fp16 proves what it does with fp16, which is off: give --dtype f16" $program --dtype f32
-refused "a smaller scale of the loss would fit, or --dtype bf16" $program --scale 1e9 --proof-only
+refused "a smaller --scale would fit, or --dtype bf16" $program --scale 1e9 --proof-only
 refuses "a later step overflows" \
-    'gradients of step [2-8], which a proof compares, overflow f16: a smaller scale' \
+    'gradients of step [2-8], which a proof compares, overflow f16: a smaller --scale' \
     $program --scale-interval 1 --steps 8 --proof-only
 refused "--scale is where --loss-scale static or dynamic begins" $program --loss-scale none --scale 8
 refused "--scale-interval has an effect only with --loss-scale dynamic" $program --loss-scale static \
