@@ -196,9 +196,8 @@ static void say_data(const Trainer *t) {
     say("data: %s, %lld tokens for training, %lld held out", t->data.path, (long long)t->data.train_count,
         (long long)(t->data.count - t->data.train_count));
     if ((c->resume || c->init) && t->data.tokens.width == 1 && c->vocab != 256)
-        say("WARNING: --data %s is read as bytes, and the weights know %ld tokens of a tokenizer: a file "
-            "of "
-            "tokens in llm.c's format would fit (its header: common/train/data.h)",
+        say("WARNING: --data %s is read as bytes, and the weights know %ld tokens of a tokenizer: a "
+            "file of tokens in llm.c's format would fit (its header: common/train/data.h)",
             t->data.path, c->vocab);
 }
 

@@ -74,13 +74,12 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // its own, without targets: they become settings of the Config (config_number)
     int options;
-    const char
-        *asked;       // flags that turn it on ("--zero 1"), or the flag of an axis ("--pp", whose degree a
-                      // message then chooses), for messages about its options; NULL: it is on
-    unsigned axes;    // axes of the mesh over which it shares work, 1 << AXIS_…; 0: one device's
-    unsigned brings;  // groups of shared options, CONFIG_…, that programs with it have
-    unsigned wraps;   // sockets, 1 << SOCKET_…, in which it replaces an earlier plug and calls it, from
-                      // the Sockets that its own plug has found
+    const char *asked;  // flags that turn it on ("--zero 1"), or the flag of an axis ("--pp", whose degree a
+                        // message then chooses), for messages about its options; NULL: it is on
+    unsigned axes;      // axes of the mesh over which it shares work, 1 << AXIS_…; 0: one device's
+    unsigned brings;    // groups of shared options, CONFIG_…, that programs with it have
+    unsigned wraps;     // sockets, 1 << SOCKET_…, in which it replaces an earlier plug and calls it, from
+                        // the Sockets that its own plug has found
     // Each may be NULL.
     bool (*enabled)(const Config *config);  // whether these flags turn it on; NULL: it is always on
     void (*check)(const Config *config);    // fatal, naming the flags, if it is impossible with them
