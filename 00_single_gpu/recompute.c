@@ -94,8 +94,7 @@ static Record run(const Config *with, Recompute kind) {
     Record record = train_record(t, names[kind]);
     trainer_free(t);
     int64_t left = memory_account().now[MEMORY_ACTIVATION];
-    report_that(left == 0, "%s: %lld B of activations are left after the run", names[kind],
-                (long long)left);
+    report_that(left == 0, "%s: %lld B of activations are left after the run", names[kind], (long long)left);
     return record;
 }
 

@@ -55,7 +55,7 @@ typedef struct Price {
     // dry run knows.
     double values, gradients, states;  // elements; negative: all
     double more[MEMORY_KINDS];         // of MEMORY_PARAMETER, MEMORY_GRADIENT and MEMORY_OPTIMIZER
-    double blocks;                     // how many blocks' activations this rank keeps at once
+    double blocks;  // how many blocks' activations this rank keeps at once
     PriceKept block[MOST_KEPT], end[MOST_KEPT];
     int block_rows, end_rows;
 } Price;

@@ -260,10 +260,10 @@ struct Model {
     int embedding_unit, first_block_unit, head_unit;  // units of the table; blocks are consecutive …
     int first_expert_unit;  // … and so, after the head, are the experts of each block; 0 without experts
     Sockets sockets;
-    int64_t *ready_left;      // (units) how many more times in this step its gradient becomes final
+    int64_t *ready_left;  // (units) how many more times in this step its gradient becomes final
     struct Routing *routing;  // of a step that is recorded (report.h); NULL: of any other
-    double grad_scale;  // 1; a factor on gradients from the loss to the optimizer, which divides by it.
-                        // Reported losses and norms do not include it.
+    double grad_scale;    // 1; a factor on gradients from the loss to the optimizer, which divides by it.
+                          // Reported losses and norms do not include it.
 };
 
 // A model whose weights are listed but not allocated, each whole on every rank: techniques change

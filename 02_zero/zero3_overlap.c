@@ -122,8 +122,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         double alpha = i < 2 ? machine->node_latency : machine->network_latency;
         double formula = tokens_by_formula(&reached, n, bandwidth, pass);
         // Each call also has a latency, which the formula leaves out.
-        double calls = pass == FORWARD ? 1 : 2,
-               bytes = (pass == FORWARD ? 2 : 6) * llama_8b_layer_elements();
+        double calls = pass == FORWARD ? 1 : 2, bytes = (pass == FORWARD ? 2 : 6) * llama_8b_layer_elements();
         double latency = calls * n * alpha * bandwidth / bytes;
         Search search = {mesh, pass, i < 2 ? n : 1, 64 + (int64_t)(2 * (1 + latency) * formula / 64)};
         char *where = format_text("%s, %s", pass == FORWARD ? "forward" : "backward",
@@ -167,8 +166,7 @@ static void largest_degree(Mesh mesh, const Config *config) {
         free(name);
     }
     say("\nLlama 3 8B: ZeRO-3's communication is hidden up to DP = %d, %d, %d with 4096, 8192, "
-        "16384 "
-        "tokens",
+        "16384 tokens",
         degree[0], degree[1], degree[2]);
 }
 

@@ -258,8 +258,7 @@ int main(int argc, char **argv) {
          false},
         {"group", OPTION_INT, &group, "0", 0, 1024, "micro-batches",
          "with interleaved: how many go through one chunk before the next chunk's turn; as many as "
-         "--stages "
-         "(or 0): depth-first; as many as --micro-batches: breadth-first",
+         "--stages (or 0): depth-first; as many as --micro-batches: breadth-first",
          false},
         {"split", OPTION_FLAG, &split, NULL, 0, 0, "", "one_f_one_b with B and W in place of BW", false},
         {"memory-limit", OPTION_INT, &limit, "0", 0, 4096, "micro-batches",

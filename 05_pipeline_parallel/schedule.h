@@ -66,8 +66,8 @@ void schedule_add(Schedule *schedule, int rank, PassKind kind, int stage, int mi
 void schedule_add_pair(Schedule *schedule, int rank, int f_stage, int f_micro_batch, int b_stage,
                        int b_micro_batch);
 
-void schedule_append(Schedule *schedule, int rank,
-                     Action action);  // even of micro-batches that do not exist
+// Even of micro-batches that do not exist.
+void schedule_append(Schedule *schedule, int rank, Action action);
 
 // The rank that does this pass.
 int schedule_rank(const Schedule *schedule, StagePass pass);

@@ -111,8 +111,8 @@ void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
 
 // ---- router_replay.c: a run that takes another run's experts ----
 
-// In a recorded step: keeps the logits, or replaces kept's choice by that of the run that is followed.
-// bias: of the choice, or {0}.
+// In a recorded step: keeps the logits, or replaces kept's choice by that of the run that is followed. bias:
+// of the choice, or {0}.
 void router_replay(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor bias);
 // In a step that is recorded: the index in Routing.logits at which each of this rank's n tokens has its
 // logits; in any other step NULL. The caller frees it.

@@ -75,8 +75,7 @@ static void begin_pass(unsigned low, unsigned high) {
 // Its lowest part is closed: a stack that grows into it ends the process, and overwrites nothing.
 static char *stack_new(void) {
     char *stack = mmap(NULL, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(stack != MAP_FAILED && mprotect(stack, GUARD, PROT_NONE) == 0,
-          "no memory for a coroutine's stack");
+    CHECK(stack != MAP_FAILED && mprotect(stack, GUARD, PROT_NONE) == 0, "no memory for a coroutine's stack");
     return stack;
 }
 

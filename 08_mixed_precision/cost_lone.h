@@ -25,8 +25,8 @@ typedef struct LoneParts {
     double tokens, always, block, head;        // bytes kept: tokens, flash's positions, a block, the head
     double expert_rows, message;               // of `block`, at its experts; (n, h) between stages
     LonePeaks most[3];
-    double waiting;  // bytes that a block keeps beyond those while its W waits
-    double waits;    // seconds of a block that its communication is exposed, in both passes
+    double waiting;                            // bytes that a block keeps beyond those while its W waits
+    double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
 LoneParts lone_parts(const Config *config);
 // Seconds of a step that a rank with the most blocks spends on recomputation, its collectives included.

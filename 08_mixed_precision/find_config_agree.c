@@ -85,6 +85,10 @@ enum { ROWS = sizeof rows / sizeof *rows };
 static const Row wide_head[] = {{8, 1, 1, 1, 0, ONE_F_ONE_B, 1, 0, 1, 1, 0},
                                 {1, 1, 2, 4, 0, ONE_F_ONE_B, 1, 2, 1, 12, 0}};
 enum { WIDE = sizeof wide_head / sizeof *wide_head, WIDE_VOCAB = 262144 };
+// Each of many layers exposes its own all-to-alls, while it still hides more of the head's gradients.
+static const Row many_layers[] = {{8, 1, 1, 1, 0, ONE_F_ONE_B, 1, 0, 1, 2, 4},
+                                  {8, 1, 1, 1, 0, ONE_F_ONE_B, 1, 0, 1, 2, 8}};
+enum { MANY = sizeof many_layers / sizeof *many_layers };
 
 // 16 layers of Llama 3 8B, but for `shape`.
 static Config config_of(const Row *r, const char *shape) {
@@ -192,4 +196,8 @@ void agree(void) {
     if (comm_rank() == 0) say("  the same with a vocabulary of 262,144 and h = 2048:\n");
     for (int i = 0; i < WIDE; i++)
         compare(&wide_head[i], "vocab=262144 hidden=2048 heads=16 kv-heads=16 ffn=8192");
+    if (comm_rank() == 0) say("  the same with 48 layers of small experts, h = 1536:\n");
+    for (int i = 0; i < MANY; i++)
+        compare(&many_layers[i], "layers=48 seq=2048 vocab=32000 hidden=1536 heads=8 kv-heads=8 "
+                                 "head-size=64 top-k=1 expert-ffn=1024");
 }

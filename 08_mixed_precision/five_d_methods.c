@@ -200,10 +200,9 @@ static void check_comparison(double tokens[2][2], double micros[2][2], double me
     report_that(tokens[0][1] < tokens[0][0],
                 "exposed: of ZeRO-3 %.2f with long micro-batches, expected less than with short ones, %.2f",
                 tokens[0][1], tokens[0][0]);
-    report_that(
-        micros[1][1] < part * micros[1][0],
-        "exposed: of a pipeline %.2f with many micro-batches, expected less than %.1f of few's, %.2f",
-        micros[1][1], part, micros[1][0]);
+    report_that(micros[1][1] < part * micros[1][0],
+                "exposed: of a pipeline %.2f with many micro-batches, expected less than %.1f of few's, %.2f",
+                micros[1][1], part, micros[1][0]);
     if (messages > 0.5)
         say("  (A stage's messages take %.2g times as long as what it computes. More micro-batches hide\n"
             "  the bubble, not these: the share is held to fall, but not to a half.)",
@@ -220,7 +219,8 @@ static void print_comparison(void) {
         need_of(&c, &cost[i]);
         for (int j = 0; j < 2; j++) {
             tokens[i][j] = exposed_share(column[i], 1024 << 3 * j, methods[column[i]].pp, &messages);
-            micros[i][j] = exposed_share(column[i], 4096, methods[column[i]].pp * (j ? 8 : 1), &messages);
+            micros[i][j] =
+                exposed_share(column[i], 4096, methods[column[i]].pp * (j ? 8 : 1), &messages);
         }
     }
     say("\n  %-48s %20s %20s", "", "ZeRO-3", "pipeline");

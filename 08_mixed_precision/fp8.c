@@ -115,8 +115,7 @@ static void check(const Config *c) {
     if (!r) return;
     CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
           "--fp8 %s all-reduces amax over --tp and --cp at each cast, and ranks of --ep cast other "
-          "experts, so "
-          "their calls would not match: --fp8 te-delayed would fit",
+          "experts, so their calls would not match: --fp8 te-delayed would fit",
           r->name);
     CHECK(r->tile || r->history || c->tp == 1 || !config_number(c, "async-tp"),
           "--fp8 %s with --async-tp: rows are multiplied as they come, and the scale of all is not known "

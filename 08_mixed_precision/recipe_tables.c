@@ -110,8 +110,7 @@ static double outlier_error(const Fp8Recipe *r, double outlier) {
 static void show_outliers(void) {
     static const double sizes[] = {0, 1e3, 1e5, 1e6};
     double error[8][4];
-    say("\nx W^T of 512 products, one element of x in 4,096 this many times as large: the error of all "
-        "other "
+    say("\nx W^T of 512 products, one element of x in 4,096 this many times as large: the error of all other "
         "rows\n");
     say("  %-12s %10s %10s %10s %10s", "", "none", "1e3", "1e5", "1e6");
     for (int i = 0; i < fp8_recipe_count; i++) {
@@ -247,8 +246,7 @@ static void show_bytes(void) {
         if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
         show_row(r->name, &c, fp8_one_device, r, r->playbook);
     }
-    say("  (in no column: scales; a second cast of 1 byte, in te-delayed and te-current both casts; and "
-        "the\n"
+    say("  (in no column: scales; a second cast of 1 byte, in te-delayed and te-current both casts; and the\n"
         "  bf16 weights from which the emulation casts in fp8-lm and deepseek)");
 }
 

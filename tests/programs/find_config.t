@@ -82,6 +82,11 @@ best "a width that tp does not divide" '^ +1 +4 ' --ffn 14337 --gpus 4 --batch-t
 best "rows of experts that tp does not divide" '^ +1 ' --model mixtral-8x7b --seq 4097 --batch-tokens 4097 \
     --gpus 8 --layers 8
 best "nodes of one GPU" '^ +1 +1 +8 +1 ' --gpus 8 --batch-tokens 32K --gpus-per-node 1
+grep -q 'train_5d .* --gpus-per-node 1 ' "$out"
+report $? "a search: nodes of one GPU: the command names them"
+best "another machine" '^ ' --gpus 4 --layers 4 --batch-tokens 64K --machine dgx-a100
+grep -q 'train_5d .* --machine dgx-a100' "$out"
+report $? "a search: another machine: the command names it"
 for picture in curves heat_map; do
     cmp "$work/$picture.svg" 08_mixed_precision/$picture.svg >"$err" 2>&1
     report $? "a search, whatever it looks for, draws the page's $picture"

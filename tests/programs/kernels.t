@@ -64,6 +64,8 @@ shows "--verbose: a count, by formula, and by formula at full size" vector_add \
     '^ +load requests +64 +64 +1048576$'
 shows "--verbose: the time of each part, and what limits the warps that fit" hopper \
     '^ +memory 0\.03005, L2 0\.1791, .* ms; 8 of 64 warps fit, limited by registers$'
+shows "persistent blocks at full size are as many as an H100 has multiprocessors" hopper \
+    '^ +barriers +3 +3 +132$'
 shows "tiles of 32 take 8 sectors in place of 160" tiling 'in 32 steps, tiles +predicted +8 +measured +8 '
 shows "a column in one bank takes 32 passes" tiling '^A B., in one bank .* 1503% '
 shows "a swizzle has no bank conflicts" tiling '^A B., swizzled .* 0% '

@@ -27,6 +27,8 @@ passes "memory of ZeRO-3, which leaves out units in use" memory --model llama-3-
     --zero 3
 grep -q '(without the units in use, whose whole gradients and weights come on top)' "$out"
 report $? "and says that it leaves them out"
+run "$build/memory" --model llama-3-8b --seq 61 && grep -q '^ *61 ' "$out" && ! grep -q '^ *56 ' "$out"
+report $? "memory: the lengths that it sweeps include the one that was asked for"
 run "$build/memory" --model llama-3-8b --dtype bf16 --seq 1024 --dp 8 --zero 3 &&
     grep -q '80.0 GB: this fits, if the units in use fit in the rest.$' "$out"
 report $? "memory of ZeRO-3: it does not promise that they fit"

@@ -54,6 +54,8 @@ passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5
     --vocab-parallel --zero hybrid --shard-ranks 2 --attention flash
 passes "dp 2, tp 2, ZeRO-R without stages" train_5d --ranks 4 --layers 1 --steps 1 --shown 0 --pp 1 --tp 2 \
     --zero-r --recompute full
+passes "f16 with the scale that is usual, in as many steps as are shown" train_5d --ranks 2 --tp 1 --layers 2 \
+    --dtype f16 --shown 80 --steps 1
 passes "experts: balance in f16, where the loss is scaled" train_5d --ranks 2 --layers 1 --steps 1 \
     --shown 0 --pp 1 --tp 1 --hidden 64 --seq 64 --dtype f16 --experts 4 --aux-loss 0.1
 passes "16-bit moments with scales: the time of a step does not depend on them" train_5d --ranks 2 --layers 1 \

@@ -109,9 +109,9 @@ static void each_dtype_has_its_own_peak(void **context) {
         const char *machine;
         DType dtype;
         double peak;
-    } rows[] = {{"dgx-a100", BF16, 312e12}, {"dgx-a100", F16, 312e12},   {"dgx-a100", F32, 19.5e12},
-                {"dgx-a100", F64, 19.5e12}, {"dgx-h100", BF16, 989e12},  {"dgx-h100", F32, 67e12},
-                {"dgx-h100", F64, 67e12},   {"h200", F16, 989e12},       {"h200", F32, 67e12},
+    } rows[] = {{"dgx-a100", BF16, 312e12}, {"dgx-a100", F16, 312e12},  {"dgx-a100", F32, 19.5e12},
+                {"dgx-a100", F64, 19.5e12}, {"dgx-h100", BF16, 989e12}, {"dgx-h100", F32, 67e12},
+                {"dgx-h100", F64, 67e12},   {"h200", F16, 989e12},      {"h200", F32, 67e12},
                 {"dgx-a100", E4M3, 312e12}, {"dgx-h100", E4M3, 1978e12}, {"h200", E5M2, 1978e12}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         clock_reset();
@@ -125,10 +125,8 @@ static void each_dtype_has_its_own_peak(void **context) {
 // Each side of the roofline reaches a share of its own, which depends on the size; without a row, all of it.
 static void efficiency_comes_from_one_table(void **context) {
     (void)context;
-    static const Efficiency table[] = {{WORK_MATMUL, 1e12, 0.5},
-                                       {WORK_MATMUL, 0, 0.25},
-                                       {WORK_ATTENTION, 0, 0.125},
-                                       {WORK_MEMORY, 1e6, 0.8},
+    static const Efficiency table[] = {{WORK_MATMUL, 1e12, 0.5},  {WORK_MATMUL, 0, 0.25},
+                                       {WORK_ATTENTION, 0, 0.125}, {WORK_MEMORY, 1e6, 0.8},
                                        {WORK_COLLECTIVE, 1e6, 0.5}};
     double small = clock_collective_seconds("all_reduce", 1e5, 8, 1, 8),
            large = clock_collective_seconds("all_reduce", 1e9, 8, 1, 8);
