@@ -284,7 +284,8 @@ refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b -
 refuses "zb_v offers no fewer chunks: only interleaved has any" \
     'stage 2 of 4 would have no layer; --layers 4 or more would fit, or fewer --pp$' zero_bubble_v --layers 2 \
     --ranks 2 --pp 2
-run "$build/one_f_one_b" --ranks 2 --layers 2 --steps 1 --no-check --save "$work/two" --save-every 1
+passes 'two layers on two stages are saved' one_f_one_b --ranks 2 --layers 2 --steps 1 --no-check --save "$work/two" \
+    --save-every 1
 refused "stage 2 of 4 would have no layer, as the checkpoint has 2; fewer --pp would fit" zero_bubble_v \
     --ranks 2 --pp 2 --steps 2 --resume "$work/two/step-000001"
 refused "would have no layer; --layers 8 or more would fit, or fewer --pp or --chunks" interleaved --layers 2
