@@ -76,16 +76,21 @@ static void tune(bool oversubscribed) {
 
 bool control_crowded(void) { return state.crowded; }
 
-// Why mpirun cannot create the session folder of a run with this many ranks, which it would itself explain
-// in a page of text; NULL if it can. The first of these variables that is set says where the folder is.
-static const char *no_session_folder(int ranks) {
+// Where mpirun keeps a folder for each run: where the first of these variables that is set says.
+static const char *session_place(void) {
     static const char *const names[] = {"OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR",
                                         "TEMP", "TMP"};
-    enum { NAMES = sizeof names / sizeof *names, FILES = 8 };  // files and folders, and one for each rank
+    enum { NAMES = sizeof names / sizeof *names };
+    for (int i = 0; i < NAMES; i++)
+        if (environment(names[i])) return environment(names[i]);
+    return "/tmp";
+}
+
+// Why it cannot make one there for this many ranks, which it would itself explain in a page of text; NULL if
+// it can.
+static const char *no_session_folder(const char *place, int ranks) {
+    enum { FILES = 9 };  // files and folders, and one for each rank
     static char why[1024];
-    const char *place = "/tmp";
-    for (int i = NAMES - 1; i >= 0; i--)
-        if (environment(names[i])) place = environment(names[i]);
     char *trial = format_text("%s/ultrascale.XXXXXX", place);
     mkdir(place, 0700);  // as mpirun does
     struct statvfs disk;
@@ -134,7 +139,7 @@ const char *control_launch(int argc, char **argv, int ranks) {
     if (!here) return "the folder in which it would start is gone";
     free(here);
     const char *few = too_few_files(ranks), *little = few ? few : too_little_space();
-    const char *nowhere = little ? little : no_session_folder(ranks);
+    const char *place = session_place(), *nowhere = little ? little : no_session_folder(place, ranks);
     if (nowhere) return nowhere;
     self[length] = '\0';
     snprintf(number, sizeof number, "%d", ranks);
@@ -146,7 +151,7 @@ const char *control_launch(int argc, char **argv, int ranks) {
     for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
     // Only the cores that this process may use (docker run --cpuset-cpus, --cpus).
     tune(ranks > host_cores(omp_get_num_procs()));
-    int error = launch(words);
+    int error = launch(words, place);
     free(words);
     return error == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(error);
 }

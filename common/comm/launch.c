@@ -1,13 +1,14 @@
 // launch.c: the parent of mpirun. It makes up for several faults: mpirun answers every signal with status 1,
 // which is the status of a failed check; being quiet, it says nothing about ranks that die before they have
 // met, nor about output that a full disk does not take; when it or this parent is killed, the memory that
-// its ranks shared remains; and if a rank dies in the first moments of a start, it may wait for ever for
-// children that it does not have. A user who starts mpirun by hand has only --timeout SECONDS against that.
+// its ranks shared remains; if a rank dies in the first moments of a start, it may wait for ever for
+// children that it does not have; and as it ends it may take away the folder in which another mpirun is
+// just starting. A user who starts mpirun by hand has only --timeout SECONDS against the waiting.
 #include "launch.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <glob.h>
 #include <poll.h>
 #include <signal.h>
@@ -22,13 +23,12 @@
 #include "base.h"
 
 #define LAUNCHER "ULTRASCALE_LAUNCHER"  // tells the ranks its process id
-#define FOLDERS  "/dev/shm/ultrascale."
 
 static volatile sig_atomic_t ended_by, spoken;
 static volatile pid_t mpirun;
 static bool hung, own_group;
-static bool lost;        // output could not be written
-static char shared[64];  // the run's folder in /dev/shm; "" without one
+static bool lost;                 // output could not be written
+static char *shared, *temporary;  // the run's folders (make_folders)
 
 // A signal from a terminal also reaches mpirun, unless that has a process group of its own; one from
 // another process (kill, sigqueue: codes up to 0) reaches only us.
@@ -68,14 +68,27 @@ static bool lives(int process) {
     return state != 'Z';
 }
 
-// What ranks share in /dev/shm is in one folder per run, which the run's launcher keeps locked. A folder
-// that nobody has locked was left behind when a launcher was killed together with its mpirun and ranks.
-static void clear_folder(const char *path) {
-    DIR *folder = opendir(path);
-    for (struct dirent *entry; folder && (entry = readdir(folder));)
-        if (entry->d_name[0] != '.') unlinkat(dirfd(folder), entry->d_name, 0);
-    if (folder) closedir(folder);
-    rmdir(path);
+// ---- the run's folders ----
+//
+// A run has one in /dev/shm, for what its ranks share, and one for temporary files. Its launcher keeps both
+// locked: one that nobody has locked was left behind when a launcher was killed together with its mpirun and
+// ranks. Nothing else has such a name, in particular no clone of this repository in /dev/shm or /tmp.
+#define FOLDER "/ultrascale-run-"
+
+static int remove_one(const char *path, const struct stat *status, int type, struct FTW *where) {
+    (void)status, (void)type, (void)where;
+    remove(path);
+    return 0;
+}
+
+static void remove_folder(const char *path) {
+    enum { OPEN = 8 };  // folders at a time
+    if (path) nftw(path, remove_one, OPEN, FTW_DEPTH | FTW_PHYS | FTW_MOUNT);
+}
+
+static void remove_folders(void) {
+    remove_folder(shared);
+    remove_folder(temporary);
 }
 
 static int lock_folder(const char *path, int how) {
@@ -87,31 +100,46 @@ static int lock_folder(const char *path, int how) {
     return -1;
 }
 
-static void clear_abandoned(void) {
+static void remove_abandoned(const char *place) {
     glob_t found;
-    if (glob(FOLDERS "*", 0, NULL, &found) != 0) return;
-    for (size_t i = 0; i < found.gl_pathc; i++) {
-        int file = lock_folder(found.gl_pathv[i], LOCK_EX | LOCK_NB);
-        if (file < 0) continue;
-        clear_folder(found.gl_pathv[i]);
-        close(file);
+    char *pattern = format_text("%s" FOLDER "??????", place);
+    if (glob(pattern, 0, NULL, &found) == 0) {
+        for (size_t i = 0; i < found.gl_pathc; i++) {
+            int file = lock_folder(found.gl_pathv[i], LOCK_EX | LOCK_NB);
+            if (file < 0) continue;
+            remove_folder(found.gl_pathv[i]);
+            close(file);
+        }
+        globfree(&found);
     }
-    globfree(&found);
+    free(pattern);
 }
 
-// If this makes none, as without /dev/shm, Open MPI chooses a place itself.
-static void make_folder(void) {
+// Returns the path of a new folder there, locked until this process ends; NULL if none can be made.
+static char *make_folder(const char *place) {
+    remove_abandoned(place);
     for (int attempt = 0; attempt < 3; attempt++) {
-        snprintf(shared, sizeof shared, "%s", FOLDERS "XXXXXX");
-        if (!mkdtemp(shared)) break;
-        if (lock_folder(shared, LOCK_EX) >= 0) {  // if this fails, another launcher took it for abandoned
-            setenv("OMPI_MCA_btl_vader_backing_directory", shared, 0);
-            setenv("OMPI_MCA_osc_sm_backing_directory", shared, 0);
-            return;
+        char *path = format_text("%s" FOLDER "XXXXXX", place);
+        if (mkdtemp(path)) {
+            if (lock_folder(path, LOCK_EX) >= 0) return path;
+            rmdir(path);  // another launcher has taken it for abandoned
         }
-        rmdir(shared);
+        free(path);
     }
-    *shared = '\0';
+    return NULL;
+}
+
+// Where one cannot be made, as without /dev/shm, Open MPI chooses a place itself.
+static void make_folders(const char *place) {
+    shared = make_folder("/dev/shm");
+    if (shared) {
+        setenv("OMPI_MCA_btl_vader_backing_directory", shared, 0);
+        setenv("OMPI_MCA_osc_sm_backing_directory", shared, 0);
+    }
+    // All mpiruns of Open MPI 4 share one folder in TMPDIR, and the last to end removes it: one that is about
+    // to make its own in there would end with status 1.
+    temporary = make_folder(place);
+    if (temporary) setenv("TMPDIR", temporary, 1);
 }
 
 // ---- what mpirun says ----
@@ -352,7 +380,7 @@ static int start_mpirun(char *const *words, const Pipes *p) {
 static void end_as_mpirun(int wait_status) {
     int status = WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : 128 + WTERMSIG(wait_status);
     if (WIFSIGNALED(wait_status)) usleep(200000);  // the ranks end with it, but slightly later
-    if (*shared) clear_folder(shared);
+    remove_folders();
     // mpirun crashed on ranks that it could not end (Open MPI 4.1.4), after one of them had said why.
     bool fell = WIFSIGNALED(wait_status) && WTERMSIG(wait_status) == SIGSEGV && spoken && said.passed;
     if (hung || fell) status = STATUS_USAGE;
@@ -365,7 +393,7 @@ static void end_as_mpirun(int wait_status) {
     _exit(ended_by ? 128 + ended_by : status);
 }
 
-int launch(char *const *words) {
+int launch(char *const *words, const char *place) {
     Pipes pipes;
     char number[16];
     int error = open_pipes(&pipes);
@@ -380,11 +408,10 @@ int launch(char *const *words) {
     setenv("PRTE_MCA_prte_allowed_exit_without_sync", "1", 0);
     // Without a PATH mpirun is found, but ends without a word because it does not find ssh.
     setenv("PATH", "/usr/local/bin:/usr/bin:/bin", 0);
-    clear_abandoned();
-    make_folder();
+    make_folders(place);
     base_set_rank(0, 1, leave_it_to_the_ranks);
     error = start_mpirun(words, &pipes);
     if (!error) end_as_mpirun(wait_for_end(pipes.errors[0], pipes.output[0]));
-    if (*shared) clear_folder(shared);
+    remove_folders();
     return error;
 }

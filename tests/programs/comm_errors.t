@@ -186,10 +186,10 @@ if about mpi "what ranks share"; then
     ranks=$(ranks_of $launcher 4)
     know_each_other $ranks
     shared=$(for rank in $ranks; do cat /proc/$rank/maps; done |
-        sed -n 's|.* /dev/shm/\([a-z_]*\).*|\1|p' | sort -u)
+        sed -n 's|.* /dev/shm/\([a-z_-]*\).*|\1|p' | sort -u)
     kill -TERM $launcher
     wait $launcher
-    [ "$shared" = ultrascale ]
+    [ "$shared" = ultrascale-run- ]
     report $? "what ranks share stands in their run's folder: ${shared//$'\n'/, }"
 fi
 # If the launcher is killed, mpirun ends with it; the next start removes what they left, and nothing of a run
@@ -197,16 +197,36 @@ fi
 if about mpi "a killed launcher" && private_mounts "a killed launcher"; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
         $(declare -f know_each_other); files() { find /dev/shm -type f | wc -l; }
+        mkdir \$work/tmp && export TMPDIR=\$work/tmp
         $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4)
         know_each_other \$ranks
         kill -9 \$killed; for i in \$(seq 50); do kill -0 \$ranks 2>&1 | grep -q . && break; sleep 0.1; done
         files
         $comm --scenario late --timeout 60 2>&1 & lives=\$!; know_each_other \$(ranks_of \$lives 4)
-        files; $comm --scenario status; files; ls /dev/shm | wc -l
+        files; $comm --scenario status; files; ls /dev/shm | wc -l; ls \$TMPDIR | wc -l
         kill -9 \$lives"
     seen=$(grep -x '[0-9]*' "$out" | tr '\n' ' ')
-    [ "$seen" = '4 4 4 1 ' ]
-    report $? "a killed launcher's /dev/shm is cleared by the next; a run beside it keeps its own"
+    [ "$seen" = '4 4 4 1 1 ' ]
+    report $? "a killed launcher's folders are removed by the next; a run beside it keeps its own"
+fi
+if wanted "a clone in /dev/shm" && private_mounts "a clone in /dev/shm"; then
+    run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm && cd /dev/shm &&
+        mkdir ultrascale.c && touch ultrascale.c/README.md && TMPDIR=/dev/shm \$OLDPWD/$comm --scenario header &&
+        ls -d * */*"
+    [ "$(tail -n 2 "$out" | tr '\n' ' ')" = 'ultrascale.c ultrascale.c/README.md ' ]
+    report $? "a clone in /dev/shm is taken for no abandoned run, and a run leaves nothing beside it"
+fi
+# The mpirun of Open MPI 4 that ends as the last of its user removes the folder that they have in common.
+if wanted "an mpirun that ends as another starts"; then
+    mkdir "$work/common"
+    perl -e 'while (1) { rmdir $ARGV[0] }' "$work/common/ompi.$(hostname).$(id -u)" &
+    removes=$!
+    for i in 1 2 3 4 5; do  # each without its own folder fails 9 times in 10
+        TMPDIR=$work/common run "$comm" --scenario header || break
+    done
+    kill $removes
+    [ $status = 0 ] && [ ! -s "$err" ]
+    report $? "an mpirun that ends as another starts takes nothing from it: $(head -n 1 "$err")"
 fi
 # Linux promises /dev/shm's memory and takes it page by page: another program may fill it during the run.
 if about mpi "a /dev/shm that fills up" && private_mounts "a /dev/shm that fills up"; then
@@ -215,7 +235,7 @@ if about mpi "a /dev/shm that fills up" && private_mounts "a /dev/shm that fills
         $comm --scenario full & launcher=\$!; know_each_other \$(ranks_of \$launcher 4)
         dd if=/dev/zero of=/dev/shm/filling bs=64k 2>/dev/null; mv /dev/shm/filling /dev/shm/full
         wait \$launcher"
-    one_line $? -E ': /dev/shm/ultrascale\.[^/]* is full, where the ranks of this machine share memory: '
+    one_line $? -E ': /dev/shm/ultrascale-run-[^/]* is full, where the ranks of this machine share memory: '
     report $? "a /dev/shm that fills up: $(cat "$err")"
 fi
 # A signal's exit status is not that of a failed check, however it arrives: only at the launcher, at its

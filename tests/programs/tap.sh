@@ -115,7 +115,7 @@ on_terminal() { (unset NO_COLOR; TERM=xterm script -qec "stty cols 100; $*" /dev
 # dashes, are left out of $err. As under the launcher, its late answer fails no run (launch.c).
 by_mpirun() {
     OMPI_MCA_orte_execute_quiet=1 OMPI_MCA_orte_allowed_exit_without_sync=1 \
-        PRTE_MCA_prte_allowed_exit_without_sync=1 \
+        PRTE_MCA_prte_allowed_exit_without_sync=1 TMPDIR=$work \
         run mpirun --oversubscribe --allow-run-as-root "$@"
     tr -d '\0' <"$err" | sed '/^-\{74\}$/,/^-\{74\}$/d' >"$work/theirs"
     mv "$work/theirs" "$err"
