@@ -186,7 +186,7 @@ if about mpi "what ranks share"; then
     ranks=$(ranks_of $launcher 4)
     know_each_other $ranks
     shared=$(for rank in $ranks; do cat /proc/$rank/maps; done |
-        sed -n 's|.* /dev/shm/\([a-z_-]*\).*|\1|p' | sort -u)
+        sed -n 's|.* /dev/shm/\([^/]*\)......\(/.*\)*$|\1|p' | sort -u)
     kill -TERM $launcher
     wait $launcher
     [ "$shared" = ultrascale-run- ]
@@ -273,8 +273,10 @@ if wanted "mpirun is told to end"; then
         sleep $delay
         kill -TERM $(cat /proc/$launcher/task/*/children)
         wait $launcher
-        one_line $? -F 'mpirun has ended with status 1, and no rank has said why' ||
-            other="$other, not after $delay s"
+        status=$?  # the mpirun of Open MPI 5 has more to say, before
+        [ "$status $(tail -n 1 "$err")" = \
+            '2 test_comm: mpirun has ended with status 1, and no rank has said why' ] ||
+            other="$other, not after $delay s: status $status, $(tail -n 1 "$err")"
     done
     [ -z "$other" ]
     report $? "mpirun is told to end$other"
