@@ -14,6 +14,9 @@ folder-cuda-mpi        := build-cuda-mpi
 folder-cuda-on-cpu-mpi := build-cuda-on-cpu
 folder-cuda-on-cpu-nccl := build-nccl-on-cpu
 BUILD ?= $(folder-$(OPS)-$(COMM))
+ifneq ($(words $(BUILD)),1)
+$(error BUILD=$(BUILD): BUILD is a folder without a space in its name; unset, it is $(folder-$(OPS)-$(COMM)))
+endif
 ifeq ($(folder-$(OPS)-$(COMM)),)
 $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl but with OPS=cpu)
 endif
@@ -70,6 +73,9 @@ else
 # Makes gcc clear the upper halves of AVX registers before calls even below -O2. Otherwise libm's exp() and
 # log(), which are SSE code, take five times as long.
 CLEAR_AVX := -fexpensive-optimizations
+endif
+ifeq ($(origin CFLAGS),command line)
+$(error CFLAGS would replace flags that the sources need: CFLAGS_EXTRA=$(CFLAGS) adds to them)
 endif
 # -fno-math-errno changes no value: sqrt, whose errno nothing reads, may become vector code, and AdamW is
 # twice as fast. -g1 records functions and lines, in a fraction of -g's time and space; CFLAGS_EXTRA=-g adds
@@ -207,7 +213,7 @@ mutants:
 	@set -f; tests/mutants/run $(M)
 
 exercises:
-	@tests/course/course stubs $(or $(TO),build/exercises)
+	@tests/course/course stubs '$(or $(TO),build/exercises)'
 hint:
 	@tests/course/course hint $(X)
 grade:
@@ -221,6 +227,8 @@ hunt-answer:
 	@BUILD=$(BUILD) tests/course/course answer $(N) $(AT)
 # Prints on one line what the compiler needs to build a file outside this tree against the archive.
 flags:
+	$(if $(findstring ',$(CURDIR))$(word 2,$(CURDIR)),$(error make flags: $(CURDIR) has a space or a quote, \
+	    which flags on one line cannot hold))
 	@echo '$(strip -I$(CURDIR)/common -I$(CURDIR) $(filter-out -Icommon -I.,$(ALL_CFLAGS)) $(abspath $(archive)) \
 	    $(LDFLAGS) $(LDLIBS))'
 # Prints how the file of an exercise is compiled and linked.
@@ -247,7 +255,8 @@ fuzzers: $(fuzzers)
 
 # Keeps what students have written.
 clean:
-	rm -rf $(filter-out build/exercises,$(wildcard build/*)) build-*
+	[ ! -d build ] || find build/ -mindepth 1 -maxdepth 1 ! -name exercises -exec rm -rf {} +
+	find . -maxdepth 1 -type d -name 'build-*' -exec rm -rf {} +
 
 # ---- how things are built ----
 

@@ -132,11 +132,26 @@ static bool check_name(const char *flag, const char *name, struct stat *status) 
     return there;
 }
 
+// Whether a file belongs to a checkpoint: weights, or what describes those beside it.
+static bool of_a_checkpoint(const char *name) {
+    static const char ending[] = ".safetensors";
+    size_t length = strlen(name), last = strlen(ending);
+    if (length >= last && !strcmp(name + length - last, ending)) return true;
+    const char *slash = strrchr(name, '/'), *own = slash ? slash + 1 : name;
+    if (strcmp(own, "config.json") && strcmp(own, "generation_config.json")) return false;
+    char *weights = format_text("%.*smodel%s", (int)(own - name), name, ending);
+    bool there = access(weights, F_OK) == 0;
+    free(weights);
+    return there;
+}
+
 void output_check(const char *flag, const char *name) {
     struct stat status;
     if (base_rank() > 0) return;
-    if (check_name(flag, name, &status))
+    if (check_name(flag, name, &status)) {
+        CHECK(!of_a_checkpoint(name), "%s %s would overwrite a part of a checkpoint", flag, name);
         return;  // if its folder allows no new file, it is written in place
+    }
     int file = open_part(name);
     CHECK(file >= 0, "%s %s cannot be written: %s", flag, name, strerror(errno));
     close(file);

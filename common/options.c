@@ -283,9 +283,14 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
         }
     }
     // Last, when everything else is known to be right, but still before the run.
+    const char *text = getenv("ULTRASCALE_DATA");
     for (int i = 0; i < count; i++) {
         if (table[i].type != OPTION_OUTPUT || !table[i].given) continue;
         const char *path = *(const char **)table[i].target;
+        CHECK(!text || !same_file(path, text), "--%s would overwrite %s, which ULTRASCALE_DATA names",
+              table[i].name, path);
+        CHECK(!same_file(path, "/proc/self/exe"), "--%s would overwrite this program, %s", table[i].name,
+              path);
         for (int j = 0; j < count && strncmp(path, "/dev/", 5); j++) {
             const bool reads = table[j].type == OPTION_TEXT && !strncmp(table[j].detail, "FILE", 4);
             const bool writes = table[j].type == OPTION_OUTPUT && table[j].given && j < i;

@@ -6,10 +6,10 @@
 // just starting. A user who starts mpirun by hand has only --timeout SECONDS against the waiting.
 #include "launch.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
-#include <glob.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -49,7 +49,8 @@ static void wake(int signal) { (void)signal; }  // ends a sleep at once
 
 void launcher_hears(void) {
     const char *launcher = getenv(LAUNCHER);
-    if (launcher) kill((pid_t)atoi(launcher), SIGUSR1);
+    pid_t process = launcher ? (pid_t)atoi(launcher) : 0;
+    if (process > 1) kill(process, SIGUSR1);  // 0 and less would be many processes
 }
 
 // The reader of our output has left: the ranks notice that too, and end in good order.
@@ -72,8 +73,9 @@ static bool lives(int process) {
 //
 // A run has one in /dev/shm, for what its ranks share, and one for temporary files. Its launcher keeps both
 // locked: one that nobody has locked was left behind when a launcher was killed together with its mpirun and
-// ranks. Nothing else has such a name, in particular no clone of this repository in /dev/shm or /tmp.
-#define FOLDER "/ultrascale-run-"
+// ranks. Its mode, MARK, tells it from a user's own folder of such a name, which is never removed.
+#define FOLDER "ultrascale-run-"
+enum { MARK = S_ISVTX | S_IRWXU };
 
 static int remove_one(const char *path, const struct stat *status, int type, struct FTW *where) {
     (void)status, (void)type, (void)where;
@@ -91,41 +93,34 @@ static void remove_folders(void) {
     remove_folder(temporary);
 }
 
-static int lock_folder(const char *path, int how) {
+static void remove_if_abandoned(const char *path) {
     int file = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     struct stat status;
-    bool mine = file >= 0 && fstat(file, &status) == 0 && status.st_uid == geteuid();
-    if (mine && flock(file, how) == 0 && fstat(file, &status) == 0 && status.st_nlink) return file;
-    if (file >= 0) close(file);
-    return -1;
+    if (file < 0) return;
+    if (flock(file, LOCK_EX | LOCK_NB) == 0 && fstat(file, &status) == 0 && status.st_uid == geteuid() &&
+        (status.st_mode & ALLPERMS) == MARK)
+        remove_folder(path);
+    close(file);
 }
 
 static void remove_abandoned(const char *place) {
-    glob_t found;
-    char *pattern = format_text("%s" FOLDER "??????", place);
-    if (glob(pattern, 0, NULL, &found) == 0) {
-        for (size_t i = 0; i < found.gl_pathc; i++) {
-            int file = lock_folder(found.gl_pathv[i], LOCK_EX | LOCK_NB);
-            if (file < 0) continue;
-            remove_folder(found.gl_pathv[i]);
-            close(file);
-        }
-        globfree(&found);
+    DIR *folder = opendir(place);
+    for (struct dirent *entry; folder && (entry = readdir(folder));) {
+        if (strncmp(entry->d_name, FOLDER, strlen(FOLDER)) != 0) continue;
+        char *path = format_text("%s/%s", place, entry->d_name);
+        remove_if_abandoned(path);
+        free(path);
     }
-    free(pattern);
+    if (folder) closedir(folder);
 }
 
 // Returns the path of a new folder there, locked until this process ends; NULL if none can be made.
 static char *make_folder(const char *place) {
     remove_abandoned(place);
-    for (int attempt = 0; attempt < 3; attempt++) {
-        char *path = format_text("%s" FOLDER "XXXXXX", place);
-        if (mkdtemp(path)) {
-            if (lock_folder(path, LOCK_EX) >= 0) return path;
-            rmdir(path);  // another launcher has taken it for abandoned
-        }
-        free(path);
-    }
+    char *path = format_text("%s/" FOLDER "XXXXXX", place);
+    int file = mkdtemp(path) ? open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    if (file >= 0 && flock(file, LOCK_EX) == 0 && fchmod(file, MARK) == 0) return path;  // in this order
+    free(path);
     return NULL;
 }
 
@@ -298,8 +293,8 @@ static void say_what_nobody_said(int status, bool mpirun_itself) {
                 mpirun_itself ? "mpirun" : "a rank", status - 128, strsignal(status - 128),
                 mpirun_itself ? "ranks" : "others");
     else if (status != STATUS_PASS)
-        fprintf(stderr, "%s: mpirun has ended with status %d, and no rank has said why\n", base_program(),
-                status);
+        fprintf(stderr, "%s: mpirun has ended with status %d, and no rank has said why%s\n", base_program(),
+                status, said.own_length ? "" : " (OMPI_MCA_orte_execute_quiet=0 shows what mpirun says)");
 }
 
 enum { ENDS = 3 };

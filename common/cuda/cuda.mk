@@ -205,7 +205,8 @@ $(of_both): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o $(both) $(cpu_part
 # They are built for GPUs, and for the emulator only in the usual build. A build with sanitizers leaves them
 # out, as the emulator takes the place of one, and so does a build on a machine without Boost.Context.
 ifneq ($(filter cuda-nccl cuda-mpi cpu-mpiyes,$(OPS)-$(COMM)$(if $(SANITIZE),,$(fibers))),)
-cu_programs := $(patsubst %.cu,$(BUILD)/%,$(shell grep -lE '^int main\b' $(sort $(wildcard 0*_*/*.cu))))
+cu_programs := $(patsubst %.cu,$(BUILD)/%,$(shell grep -lE '^int main\b' /dev/null \
+    $(sort $(wildcard $(CHAPTERS)_*/*.cu))))
 programs    += $(cu_programs)
 endif
 cu_emulator := $(if $(filter cpu,$(OPS)),$(emulator_sources:%=$(KERNELS)/%.o))

@@ -15,7 +15,7 @@ export LC_ALL=C
 build=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
 pages=${PAGES:-.}
-work=$(mktemp -d)
+work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 
 # fill PAGE NAME: replaces what stands between <!-- NAME --> and <!-- /NAME --> in PAGE by standard input.

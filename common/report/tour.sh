@@ -3,7 +3,10 @@
 # each. Exit status 1 if a verdict is not PASS.
 build=${1:-build}
 logs=$build/tour
-mkdir -p "$logs"
+mkdir -p "$logs" && [ -w "$logs" ] || {
+    echo "make run: what the programs print cannot be kept in $logs/" >&2
+    exit 2
+}
 train=$build/00_single_gpu/train
 failed=0 count=0
 

@@ -152,6 +152,8 @@ void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits) {
     DIR *entries = opendir(folder);
     CHECK(entries || lstat(folder, &status) != 0, "--save: %s", file_fault("open", folder));
     if (!entries) return;
+    CHECK(lstat(folder, &status) != 0 || !S_ISLNK(status.st_mode),
+          "--save: %s is a link, which no checkpoint can replace: choose another folder", folder);
     int files = 0;
     for (struct dirent *entry; (entry = readdir(entries)); files++) {
         bool known = !strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..");

@@ -33,7 +33,7 @@ for kind in "--dtype f64" "--dtype f32 --tied" "--dtype bf16" "--dtype bf16 --op
     report $? "20 steps straight are 10, a resumption, and 10, bit for bit: $kind"
 done
 
-rm -rf "$work"/[a-z]*
+rm -rf "${work:?}"/[a-z]*
 trains $shape $to20 --save "$work/ours/deeper" --save-every 8 --json "$work/a.json"
 [ $? = 0 ] && [ "$(ls -A "$work/ours/deeper" | tr '\n' ' ')" = "step-000008 step-000016 step-000020 " ] &&
     [ "$(ls -A "$work/ours/deeper/step-000008" | tr '\n' ' ')" = \
@@ -212,6 +212,9 @@ mkdir -p "$work/foreign/step-000020" && touch "$work/foreign/step-000020/tokeniz
 refuses "a folder whose files would be hidden" \
     'foreign/step-000020 holds tokenizer.json, which is no part' train $shape $to30 \
     --save "$work/foreign"
+mkdir -p "$work/linked" "$work/elsewhere" && ln -s "$work/elsewhere" "$work/linked/step-000020"
+refuses "a folder that is a link" 'linked/step-000020 is a link, which no checkpoint can replace' train \
+    $shape $to30 --save "$work/linked"
 broken=$work/broken
 # breaks NAME PATTERN COMMAND…: COMMAND, run in a copy of a checkpoint, makes it one that is refused.
 breaks() {

@@ -111,6 +111,10 @@ $course stubs "$work/mine" >"$out" && cp $naive "$work/mine/ddp_naive.c" &&
     $course stubs "$work/mine" >"$out" &&
     cmp -s $naive "$work/mine/ddp_naive.c"
 report $? "exercises are written, and over no file"
+mkdir "$work/theirs" && echo '# My notes' >"$work/theirs/README.md"
+run $course stubs "$work/theirs"
+one_line $? -F "theirs/README.md is not the sheet of exercises" && [ "$(ls "$work/theirs")" = README.md ]
+report $? "no README of a student is overwritten"
 run $course grade --folder "$work/mine" ddp_no_sync
 [ $status = 3 ] && grep -q '^NOT DONE ddp_no_sync' "$out"
 report $? "an untouched exercise is not done, status 3"

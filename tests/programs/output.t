@@ -103,6 +103,15 @@ report $? "a disk that is full when ranks print"
 # ---- files that would overwrite each other ----
 
 echo 'a text' >"$work/text"
+ULTRASCALE_DATA=$work/text refused "--json would overwrite $work/./text, which ULTRASCALE_DATA names" \
+    01_data_parallel/ddp_naive --ranks 2 --json "$work/./text"
+cp "$build/00_single_gpu/memory" "$work/memory"
+build=$work refused "--json would overwrite this program, $work/memory" memory --json "$work/memory"
+mkdir "$work/weights" && touch "$work"/weights/{model.safetensors,config.json}
+refused "--json $work/weights/config.json would overwrite a part of a checkpoint" 00_single_gpu/memory \
+    --json "$work/weights/config.json"
+refused "--json $work/weights/model.safetensors would overwrite a part of a checkpoint" 00_single_gpu/memory \
+    --json "$work/weights/model.safetensors"
 refused "--json would overwrite $work/./text, which --data reads" 01_data_parallel/ddp_naive --ranks 2 \
     --data "$work/text" --json "$work/./text"
 grep -qx 'a text' "$work/text"

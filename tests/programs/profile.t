@@ -50,7 +50,7 @@ cp "$work/m.svg" "$work/first.svg"
 OMP_NUM_THREADS=1 profiles $small && cmp -s "$work/m.svg" "$work/first.svg"
 report $? "the picture is the same to the last byte with another number of threads"
 
-on_terminal "$profile $small --steps 9 --svg $work/m.svg --trace $work/t.json" &&
+on_terminal "$profile $small --steps 9 --svg ${work@Q}/m.svg --trace ${work@Q}/t.json" &&
     grep -qE '\[#+-*\] +[0-9]+%.*: steps watched' "$out"
 report $? "a bar while it watches"
 

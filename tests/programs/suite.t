@@ -77,6 +77,44 @@ echo 'zero.t:another test' >"$work/names"
 names_no_test test_train && ! names_no_test test_ops && names_no_test zero.t && ! names_no_test ddp.t
 report $? "a bug whose test is gone, or has another name now, is told"
 
+# ---- nothing is removed that is not the suite's own ----
+
+TMPDIR=$work/none run bash tests/programs/codec.t
+[ $? = 2 ] && [ ! -s "$out" ] && grep -q "$work/none" "$err"
+report $? "a test without a folder for temporary files does not begin: $(head -n 1 "$err")"
+
+(cd "$work/tree" && mkdir -p 'build/my README.md' build/exercises build-x && touch build-log.txt)
+make -C "$work/tree" clean >"$out" 2>"$err" && (cd "$work/tree" && [ "$(ls build)" = exercises ] &&
+    [ -e README.md ] && [ -e build-log.txt ] && [ ! -e build-x ])
+report $? "make clean keeps exercises, and what is in no folder of a build"
+makes() {  # makes WORDS ARGUMENTS…: make refuses them so
+    local words=$1
+    shift
+    wanted "make $*" || return
+    run make -n "$@"
+    [ $? = 2 ] && grep -qF "$words" "$err" && [ ! -s "$out" ]
+    report $? "make $*"
+}
+makes 'BUILD=: BUILD is a folder without a space in its name; unset, it is build' BUILD= programs
+makes 'BUILD=a b: BUILD is a folder without a space' BUILD='a b' programs
+makes 'CFLAGS_EXTRA=-g adds to them' CFLAGS=-g programs
+
+# In a tree of which the path has a space, what its first word names is not the suite's to remove.
+mkdir "$work/spaced" "$work/spaced out" && touch "$work/spaced/thesis" && mv "$work/tree" "$work/spaced out/"
+run make -C "$work/spaced out/tree" flags
+[ $? = 2 ] && grep -q 'has a space or a quote, which flags on one line cannot hold' "$err"
+report $? "make flags in a folder whose name has a space"
+echo 'programs:' >"$work/spaced out/tree/Makefile"  # nothing is built
+run "$work/spaced out/tree/tests/mutants/run" ring_remainder_dropped
+[ -d "$work/spaced out/tree/build-mutants/base/common" ] && [ -e "$work/spaced/thesis" ]
+report $? "mutants in a folder whose name has a space"
+
+touch "$work/tour"
+run common/report/tour.sh "$work"
+[ $? = 2 ] && [ ! -s "$out" ] && [ "$(tail -n 1 "$err")" = \
+    "make run: what the programs print cannot be kept in $work/tour/" ]
+report $? "make run where it may not write"
+
 # ended STATUS WORD LINE…: tests/recipes ends so, and has this word for a program that prints these lines and
 # ends with status 2.
 mkdir "$work/08_mixed_precision"

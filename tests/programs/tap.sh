@@ -15,7 +15,7 @@ unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
 export OMP_WAIT_POLICY=passive LC_ALL=C  # one order of names, one form of numbers and of warnings
 export ULTRASCALE_DATA=$PWD/tests/fixtures/shakespeare.txt  # not the sources, which change
 build=${BUILD:-build}
-work=$(mktemp -d)
+work=$(mktemp -d) || exit 2  # it says why; without a folder, what removes "$work"/* would be at the root
 trap 'rm -rf "$work"' EXIT
 out=$work/out err=$work/err
 : >"$out" >"$err"
