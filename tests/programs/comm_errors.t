@@ -206,7 +206,7 @@ if about mpi "a killed launcher" && private_mounts "a killed launcher"; then
         files; $comm --scenario status; files; ls /dev/shm | wc -l; ls \$TMPDIR | wc -l
         kill -9 \$lives"
     seen=$(grep -x '[0-9]*' "$out" | tr '\n' ' ')
-    [ "$seen" = '4 4 4 1 1 ' ]
+    [[ $seen == [1-4]' 4 4 1 1 ' ]]  # a rank that sees mpirun go may still remove its own
     report $? "a killed launcher's folders are removed by the next; a run beside it keeps its own"
 fi
 if wanted "a clone in /dev/shm" && private_mounts "a clone in /dev/shm"; then
