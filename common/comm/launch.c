@@ -120,6 +120,7 @@ static char *make_folder(const char *place) {
     char *path = format_text("%s/" FOLDER "XXXXXX", place);
     int file = mkdtemp(path) ? open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
     if (file >= 0 && flock(file, LOCK_EX) == 0 && fchmod(file, MARK) == 0) return path;  // in this order
+    rmdir(path);
     free(path);
     return NULL;
 }
