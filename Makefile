@@ -14,11 +14,11 @@ folder-cuda-mpi        := build-cuda-mpi
 folder-cuda-on-cpu-mpi := build-cuda-on-cpu
 folder-cuda-on-cpu-nccl := build-nccl-on-cpu
 BUILD ?= $(folder-$(OPS)-$(COMM))
-ifneq ($(words $(BUILD)),1)
-$(error BUILD=$(BUILD): BUILD is a folder without a space in its name; unset, it is $(folder-$(OPS)-$(COMM)))
-endif
 ifeq ($(folder-$(OPS)-$(COMM)),)
 $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl but with OPS=cpu)
+endif
+ifneq ($(words $(BUILD)),1)
+$(error BUILD=$(BUILD): BUILD is a folder without a space in its name; unset, it is $(folder-$(OPS)-$(COMM)))
 endif
 # C files of common/ that only one choice needs; common/cuda/cuda.mk adds the others
 of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c common/tensor/kernel_table_cpu.c
