@@ -77,13 +77,39 @@ best() {
 }
 best "more ranks of tp than heads of K/V" '^ +2 +4 ' --model llama-3.2-1b --kv-heads 1 --gpus 8 --batch-tokens 8K \
     --seq 8192
+# agrees NAME: the command is that of the first row.
+agrees() {
+    wanted "a search: $1" || return 0
+    python3 - "$out" >"$err" 2>&1 <<'PYTHON'
+import re, sys
+text = open(sys.argv[1]).read()
+row = re.search(r'^   tp  cp.*\n(.*)$', text, re.M).group(1).split()
+words = re.search(r'^  build/08_mixed_precision/train_5d (.*)$', text, re.M).group(1).split()
+after = {word: value for word, value in zip(words, words[1:] + [''])}
+way, _, chunks = row[8].partition('/')
+ways = {'-': None, 'afab': 'afab', '1f1b': 'interleaved' if chunks else 'one_f_one_b', 'zb_h1': 'zb_h1'}
+wanted = {'--tp': row[0].rstrip('s'), '--pp': row[2], '--dp': row[3], '--zero': row[5],
+          '--micro-batch': row[6], '--grad-acc': row[7], '--cp': row[1] if row[1] != '1' else None,
+          '--context': 'zigzag' if row[1] != '1' else None, '--ep': row[4] if row[4] != '1' else None,
+          '--schedule': ways[way], '--chunks': chunks or None,
+          '--bucket-mb': '25' if row[5] == '0' else None}
+for flag, value in wanted.items():
+    assert after.get(flag) == value, (flag, after.get(flag), value)
+assert ('--sp' in after) == row[0].endswith('s')
+PYTHON
+    report $? "a search: $1"
+}
 best "cp beyond 16" '^ +1 +32 ' --model llama-3.2-1b --gpus 32 --seq 262144 --batch-tokens 256K
+agrees "cp beyond 16: the command has it"
 best "a width that tp does not divide" '^ +1 +4 ' --ffn 14337 --gpus 4 --batch-tokens 4K
 best "rows of experts that tp does not divide" '^ +1 ' --model mixtral-8x7b --seq 4097 --batch-tokens 4097 \
     --gpus 8 --layers 8
 best "nodes of one GPU" '^ +1 +1 +8 +1 ' --gpus 8 --batch-tokens 32K --gpus-per-node 1
 grep -q 'train_5d .* --gpus-per-node 1 ' "$out"
 report $? "a search: nodes of one GPU: the command names them"
+agrees "nodes of one GPU: the command has ZB-H1, and all else"
+best "experts and chunks" '^ .* 1f1b/' --model mixtral-8x7b --layers 16 --gpus 16 --batch-tokens 1M
+agrees "experts and chunks: the command has them"
 best "another machine" '^ ' --gpus 4 --layers 4 --batch-tokens 64K --machine dgx-a100
 grep -q 'train_5d .* --machine dgx-a100' "$out"
 report $? "a search: another machine: the command names it"
@@ -167,6 +193,8 @@ report $? "GPUs that no layout takes: the rules"
 refused ": --heads 128 x --seq 100000000 squared" $program --model llama-3-405b --seq 100000000 \
     --batch-tokens 100000000
 refused "--batch-tokens 4X" $program --batch-tokens 4X
+refused "--batch-tokens 1G is not divisible by --seq 3: 1073741826 would fit" $program \
+    --batch-tokens 1G --seq 3
 refused "--dtype f32" $program --dtype f32
 refused "--fit is of published runs: add --runs FILE" $program --fit
 refused "--fitted is of published runs: add --runs FILE" $program --fitted "$work/a.h"

@@ -141,7 +141,11 @@ static void newest_is_the_largest_step(void **state) {
         assert_int_equal(mkdir(path, 0777), 0);
         free(path);
     }
-    char *command = format_text("cp %s/step-000009/* %s/step-3000000.old", dir, dir);
+    // Nor does a number that no integer holds, nor the folder itself, from which a run may have begun.
+    char *command = format_text(
+        "cd %s && cp step-000009/* step-3000000.old && cp step-000009/* "
+        "step-99999999999999999999 && cp step-000009/* .",
+        dir);
     assert_int_equal(system(command), 0);
     free(command);
     char *newest = checkpoint_newest(dir), *itself = checkpoint_newest(newest);
@@ -235,6 +239,16 @@ static void weights_and_state_belong_together(void **state) {
         load_optimizer, &(Load){&run, "mixed"},
         "model.safetensors is of step 2 and optimizer.safetensors of step 1: they do not belong together");
     copy("other/step-000001/model.safetensors", "mixed/step-000001/model.safetensors");
+    expect_refusal(load_optimizer, &(Load){&run, "mixed"}, "are of two runs, and do not belong together");
+    // Weights from elsewhere, which name no run.
+    copy("out/step-000001/model.safetensors", "mixed/step-000001/model.safetensors");
+    size_t size;
+    char *text = read_text("mixed/step-000001/model.safetensors", &size);
+    char *key = memmem(text, size, "\"run\"", 5);
+    assert_non_null(key);
+    memcpy(key, "\"ran\"", 5);
+    write_text("mixed/step-000001/model.safetensors", text, size);
+    free(text);
     expect_refusal(load_optimizer, &(Load){&run, "mixed"}, "are of two runs, and do not belong together");
     run_free(&run);
     run_free(&other);

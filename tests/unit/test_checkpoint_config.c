@@ -99,6 +99,8 @@ static void configs_are_read_or_refused_by_key(void **state) {
          "\"rope_scaling\": {\"type\": \"default\"}, \"rope_parameters\": {\"rope_theta\": 7.0}",
          "config.json has both \"rope_scaling\" and \"rope_parameters\"", 0},
         {"rope_scaling", "\"rope_scaling\": 2", "\"rope_scaling\"", 0},
+        {"rope_scaling", "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2.0}", "\"rope_scaling\" is",
+         0},
         {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 7.0, \"rope_type\": \"yarn\"}",
          "\"rope_parameters\"", 0},
         {"rope_theta", "\"rope_parameters\": {\"partial_rotary_factor\": 0.5}", "\"partial_rotary_factor\"",
@@ -208,6 +210,20 @@ static void a_length_beyond_all_numbers_is_left_out(void **state) {
     run_free(&run);
 }
 
+// A run on longer sequences than the folder's has seen them.
+static void a_length_that_is_shorter_than_seq_becomes_seq(void **state) {
+    (void)state;
+    write_config("use_cache", "\"max_position_embeddings\": 5");
+    Run run = run_new("");
+    checkpoint_config(folder, &run.config);
+    run_save(&run, "out");
+    size_t size;
+    char *saved = read_text("out/step-000000/config.json", &size);
+    assert_non_null(strstr(saved, "\"max_position_embeddings\": 7,"));
+    free(saved);
+    run_free(&run);
+}
+
 // What a loaded folder says beyond the shape is copied to the folders that are saved.
 static void saving_keeps_what_the_loaded_folder_had(void **state) {
     (void)state;
@@ -253,6 +269,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(what_only_mixtral_has_is_refused_by_key),
         IN_A_FOLDER(a_config_that_is_no_json_is_refused),
         IN_A_FOLDER(a_length_beyond_all_numbers_is_left_out),
+        IN_A_FOLDER(a_length_that_is_shorter_than_seq_becomes_seq),
         IN_A_FOLDER(saving_keeps_what_the_loaded_folder_had),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

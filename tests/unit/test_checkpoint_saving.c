@@ -296,6 +296,18 @@ static void a_folder_of_another_run_is_left_alone(void **state) {
         assert_only_step("step-000001", &run);
         run_free(&other);
     }
+    // An older checkpoint names no run: only a run that resumes may go on in its folder.
+    size_t size;
+    char *text = read_text("out/step-000001/model.safetensors", &size);
+    char *key = memmem(text, size, "\"run\"", 5);
+    assert_non_null(key);
+    memcpy(key, "\"ran\"", 5);
+    write_text("out/step-000001/model.safetensors", text, size);
+    expect_refusal(start_in_out, &run, "out/step-000001 is a checkpoint of another run");
+    expect_refusal(save_again, &run, "out/step-000001 is a checkpoint of another run");
+    memcpy(key, "\"run\"", 5);
+    write_text("out/step-000001/model.safetensors", text, size);
+    free(text);
     // A run that continues with other rates is still the same run.
     Run resumed = run_resume("out", "dtype=bf16");
     resumed.config.lr *= 2;
@@ -372,8 +384,16 @@ static void what_a_run_changes_is_told(void **state) {
     expect_changes(&c, "master", "0", ", another --master");
     config_set(&c, "scale", 65536);
     expect_changes(&c, "scale", "0", "");
+    config_set(&c, "scale-interval", 2000);
+    expect_changes(&c, "scale-interval", "100", "");
     c.dtype = F16;
     expect_changes(&c, "scale", "1024", ", --scale 65536, not 1024");
+    expect_changes(&c, "scale-interval", "100", ", --scale-interval 2000, not 100");
+    expect_changes(&c, "steps", "10", ", --steps 300, not 10");
+    c.optimizer = OPTIMIZER_SGD;  // whose rate is constant
+    expect_changes(&c, "steps", "10", "");
+    expect_changes(&c, "warmup", "10", "");
+    expect_changes(&c, "lr", "0.3", ", --lr 0.1, not 0.3");
 }
 
 // What a killed run left behind does no harm.

@@ -147,6 +147,13 @@ static void only_harmless_surplus_is_let_pass(void **state) {
     write_weights(&run, &bias, "bias");
     load_weights(&(Load){&run, "frequencies"});
     load_weights(&(Load){&run, "head"});
+    SafeTensor whole = head;  // the same bytes, but of other numbers
+    whole.dtype = I32;
+    write_weights(&run, &whole, "integers");
+    expect_refusal(load_weights, &(Load){&run, "integers"}, "lm_head.weight differs from");
+    // One file counts, as in transformers, though an index beside it lists parts.
+    write_text("head/step-000000/model.safetensors.index.json", "{}", 2);
+    load_weights(&(Load){&run, "head"});
     expect_refusal(load_weights, &(Load){&run, "bias"}, "holds model.layers.0.self_attn.q_proj.bias");
     run_free(&run);
 }
@@ -243,6 +250,12 @@ static void weights_in_pythons_format_are_named(void **state) {
     free(command);
     expect_refusal(load_weights, &(Load){&run, "bin"}, "model.safetensors: No such file");
     write_text("bin/step-000000/pytorch_model.bin", "", 0);
+    expect_refusal(load_weights, &(Load){&run, "bin"},
+                   "only as pytorch_model.bin, which is Python's own format; write");
+    char *path = format_text("%s/bin/step-000000/pytorch_model.bin", folder);
+    assert_int_equal(unlink(path), 0);
+    free(path);
+    write_text("bin/step-000000/pytorch_model.bin.index.json", "{}", 2);  // of parts
     expect_refusal(load_weights, &(Load){&run, "bin"},
                    "only as pytorch_model.bin, which is Python's own format; write");
     run_free(&run);

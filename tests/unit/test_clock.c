@@ -338,6 +338,24 @@ static void the_trace_says_null_of_what_is_not_finite(void **context) {
     cJSON_Delete(trace);
 }
 
+// With 16 GPUs in a node their ports together are wider than NVLink, which then bounds a ring.
+static void a_ring_is_as_wide_as_the_narrower_of_nvlink_and_all_ports(void **state) {
+    (void)state;
+    double of_ports = clock_collective_seconds("all_gather", 64e9, 16, 2, 8),
+           of_nvlink = clock_collective_seconds("all_gather", 64e9, 32, 2, 16);
+    assert_true(fabs(of_ports / (14 * 3.4e-6 + 9.6e-6 + 15 * 4e9 / (8 * 50e9)) - 1) < 1e-9);
+    assert_true(fabs(of_nvlink / (30 * 3.4e-6 + 9.6e-6 + 31 * 2e9 / 450e9) - 1) < 1e-9);
+}
+
+static void what_is_reached_follows_both_efficiencies(void **state) {
+    (void)state;
+    clock_set_cluster(0, 0.5, 0.25);
+    Machine reached = clock_reached();
+    clock_set_cluster(0, 1, 1);
+    assert_true(reached.flops[BF16] == 989e12 / 2 && reached.memory_bytes_per_second == 3.35e12 / 2);
+    assert_true(reached.node_bytes_per_second == 450e9 / 4 && reached.network_bytes_per_second == 50e9 / 4);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
@@ -348,6 +366,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(each_dtype_has_its_own_peak, start_again),
         cmocka_unit_test_setup(efficiency_comes_from_one_table, start_again),
         cmocka_unit_test_setup(the_h200_differs_from_the_h100_in_memory, start_again),
+        cmocka_unit_test_setup(a_ring_is_as_wide_as_the_narrower_of_nvlink_and_all_ports, start_again),
+        cmocka_unit_test_setup(what_is_reached_follows_both_efficiencies, start_again),
         cmocka_unit_test_setup(marks_add_up_by_path_without_their_numbers, start_again),
         cmocka_unit_test_setup(a_reset_inside_a_mark_counts_from_there, start_again),
         cmocka_unit_test_setup(the_trace_nests_marks_and_operations_on_both_clocks, start_again),

@@ -138,6 +138,17 @@ static void a_model_by_name_is_the_flags_model(void **state) {
     assert_int_equal(c.micro_batch, 8);
 }
 
+// What no count of parameters shows.
+static void models_have_their_published_settings(void **state) {
+    (void)state;
+    Config mixtral = config_of_model("mixtral-8x7b", ""), deepseek = config_of_model("deepseek-v3", ""),
+           gpt = config_of_model("gpt-3-175b", ""), llama = config_of_model("llama-2-7b", "");
+    assert_true(mixtral.rope.theta == 1e6 && mixtral.norm_eps == 1e-5);
+    assert_true(deepseek.norm_eps == 1e-6 && deepseek.routed_scale == 2.5);
+    assert_true(gpt.tied);
+    assert_int_equal(llama.seq, 4096);
+}
+
 // The publishers' counts: the sum over the tensors in each model's safetensors files.
 static void parameters_of_published_models(void **state) {
     (void)state;
@@ -219,7 +230,7 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
     static const struct {
         const char *line, *sentence;
     } wrong[] = {
-        {"--hidden 130", "--hidden 130 is not divisible by --heads 4"},
+        {"--hidden 130", "--hidden 130 is not divisible by --heads 4: --hidden 132 would fit"},
         {"--heads 6 --hidden 96 --kv-heads 4", "--heads 6 is not divisible by --kv-heads 4"},
         {"--kv-heads 8", "--heads 4 is not divisible by --kv-heads 8"},
         {"--hidden 12", "--hidden 12 / --heads 4 is 3"},
@@ -248,6 +259,8 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
         expect_refused(wrong[i].line, EVERY_GROUP, NULL, 0, wrong[i].sentence);
+    expect_refused("--experts 9 --moe deepseek --expert-groups 2", CONFIG_MODEL | CONFIG_EXPERTS, NULL, 0,
+                   "--expert-groups 2 does not divide --experts 9: --experts 10 would fit");
 }
 
 static void check(void *config) { config_check(config); }
@@ -313,6 +326,18 @@ static void degrees_that_do_not_fit_are_refused_with_what_would(void **state) {
                        wrong[i].ranks, wrong[i].sentence);
 }
 
+// What a technique that shares work over an axis of one rank offers, with sizes that there are to share.
+static void what_would_share_is_offered(void **state) {
+    (void)state;
+    Config c = config_default("layers=1 seq=1");
+    c.dp = 4, c.pp = c.cp = c.tp = 1;
+    assert_string_equal(config_more(&c, "--pp"), "--pp 2 --layers 2");
+    assert_string_equal(config_more(&c, "--cp"), "--cp 2 --seq 2");
+    c.dp = 1, c.tp = 2;
+    assert_string_equal(config_more(&c, "--pp"), "--ranks 4 --pp 2 --layers 2");
+    assert_string_equal(config_degrees(&c, 8, 4, NULL), "1, 2, 4");
+}
+
 static void flags_of_groups_that_a_program_lacks_are_refused(void **state) {
     (void)state;
     expect_refused("--layers 3", CONFIG_BATCH, NULL, 0, "--layers");
@@ -327,6 +352,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(program_defaults_reach_every_field),
         cmocka_unit_test(flags_change_a_preset_in_any_order),
         cmocka_unit_test(a_model_by_name_is_the_flags_model),
+        cmocka_unit_test(models_have_their_published_settings),
         cmocka_unit_test(own_options_are_read_beside_the_shared_ones),
         cmocka_unit_test(options_of_techniques_become_settings),
         cmocka_unit_test(parameters_of_published_models),
@@ -335,6 +361,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(experts_of_a_folder_have_the_bounds_of_the_flags),
         cmocka_unit_test(degrees_left_out_take_what_is_left),
         cmocka_unit_test(degrees_that_do_not_fit_are_refused_with_what_would),
+        cmocka_unit_test(what_would_share_is_offered),
         cmocka_unit_test(flags_of_groups_that_a_program_lacks_are_refused),
     };
     return cmocka_run_group_tests_name("config", tests, NULL, NULL);

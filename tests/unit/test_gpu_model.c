@@ -35,6 +35,8 @@ static void occupancy_follows_the_rules(void **state) {
         {128, 32, 163 << 10, 1, 1, "shared memory"},
         {96, 56, 0, 12, 12, "registers"},   // 1792 a warp: 36 warps
         {128, 33, 0, 12, 12, "registers"},  // 1280 a warp, and not 1056: 51 warps
+        {96, 33, 0, 16, 16, "registers"},   // of these 51, 48 can be used
+        {256, 0, 0, 8, 8, "warps"},         // a kernel without registers
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         Occupancy a = gpu_occupancy(gpu_find("a100"), rows[i].threads, rows[i].registers, rows[i].shared);

@@ -167,6 +167,13 @@ static void header_must_be_one_json_object(void **state) {
     expect_fault("{\"x\":1}", 0, "dtype, shape and data_offsets");
     expect_fault("{\"a\\u0000b\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0,
                  "escaped zero");
+    // An escaped backslash, and not a zero.
+    Bytes sound = file_of("{\"__metadata__\":{\"a\":\"\\\\u0000\"}}", 0);
+    SafeTensors parsed;
+    assert_null(safetensors_parse(sound.at, sound.size, &parsed));
+    assert_string_equal(safetensors_metadata(&parsed, "a"), "\\u0000");
+    safetensors_close(&parsed);
+    free(sound.at);
     Bytes file = file_of("{} ", 0);
     file.at[10] = 0;
     expect_fault_of(file, "zero byte");
