@@ -110,6 +110,8 @@ static bool name_field(Reader *r, char *name, size_t size) {
     for (; r->at < r->end && (isalnum((unsigned char)*r->at) || strchr("_-", *r->at)) && *r->at; r->at++)
         if (length + 1 < size) name[length++] = *r->at;
     name[length] = 0;
+    if (r->at < r->end && !isspace((unsigned char)*r->at))
+        return fails(r, "the name may have letters, digits, _ and -, and nothing else");
     return length > 0 || fails(r, "the name is missing: letters, digits, _ and -");
 }
 

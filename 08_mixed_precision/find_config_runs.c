@@ -104,7 +104,7 @@ static const struct Gpu {
 static const struct Gpu *gpu_of(const Table *t) {
     const char *name = text_of(t, "gpu");
     for (size_t i = 0; i < sizeof gpus / sizeof *gpus; i++)
-        if (has(name, gpus[i].name)) return &gpus[i];
+        if (!strcmp(name, gpus[i].name)) return &gpus[i];
     fatal("--runs %s, line %d: GPU %s is not known; there are A100, A800, H100, H800, H200", t->path,
           t->line, printable(name));
 }
@@ -137,15 +137,15 @@ static double watts_of(const char *text, double standard) {
 }
 
 static CostModel model_of(const Table *t) {
-    CostModel m = {.layers = needed(t, "layers"),
-                   .hidden = needed(t, "hidden"),
-                   .heads = needed(t, "heads"),
-                   .kv_heads = needed(t, "kv_heads"),
-                   .head_size = needed(t, "head_dim"),
-                   .ffn = needed(t, "ffn"),
+    CostModel m = {.layers = count_of(t, "layers", 0),
+                   .hidden = count_of(t, "hidden", 0),
+                   .heads = count_of(t, "heads", 0),
+                   .kv_heads = count_of(t, "kv_heads", 0),
+                   .head_size = count_of(t, "head_dim", 0),
+                   .ffn = count_of(t, "ffn", 0),
                    .matrices = whole_of(t, "ffn_mats", 3, 2, 3),
-                   .vocab = needed(t, "vocab"),
-                   .seq = needed(t, "seq"),
+                   .vocab = count_of(t, "vocab", 0),
+                   .seq = count_of(t, "seq", 0),
                    .experts = number_of(t, "experts", 0),
                    .top_k = number_of(t, "topk", 0),
                    .shared = number_of(t, "shared_experts", 0),
@@ -203,6 +203,13 @@ static void recompute_of(const Table *t, Published *r) {
     if (has(how, "modules") || has(how, "part")) r->layout.again = has(detail, "mlp") ? 0.9 : 0.3;
 }
 
+// Another word, as one with a capital letter, would be taken for none.
+static void one_of(const Table *t, const char *column, const char *words) {
+    CHECK(!*text_of(t, column) || word_among(words, text_of(t, column)),
+          "--runs %s, line %d: column %s must be one of %s, and not \"%s\"", t->path, t->line, column,
+          words, printable(text_of(t, column)));
+}
+
 static CostLayout layout_of(const Table *t) {
     int tp = count_of(t, "tp", 1);
     return (CostLayout){.tp = tp,
@@ -234,6 +241,11 @@ static void check_run(const Table *t, const Published *r) {
           "--runs %s, line %d: pp x vpp is %lld, more than layers %.0f", t->path, t->line,
           (long long)l->pp * l->chunks, r->model.layers);
     const CostModel *m = &r->model;
+    CHECK(fmod(m->heads, m->kv_heads) == 0, "--runs %s, line %d: kv_heads %.0f does not divide heads %.0f",
+          t->path, t->line, m->kv_heads, m->heads);
+    CHECK(m->top_k <= m->experts || m->experts == 0,
+          "--runs %s, line %d: topk %.0f is more than experts %.0f", t->path, t->line, m->top_k,
+          m->experts);
     CHECK(m->dense_layers <= m->layers, "--runs %s, line %d: dense_layers %.0f is more than layers %.0f",
           t->path, t->line, m->dense_layers, m->layers);
     CHECK(!(m->experts > 0) || (m->top_k > 0 && m->expert_ffn > 0),
@@ -246,6 +258,9 @@ static void copy_text(char *to, size_t size, const char *from) {
 
 static Published run_of(const Table *t) {
     const struct Gpu *gpu = gpu_of(t);
+    one_of(t, "precision", "bf16 fp16 fp8");
+    one_of(t, "recompute", "none selective full modules");
+    one_of(t, "sp", "yes no");
     Published r = {.model = model_of(t), .layout = layout_of(t), .machine = *machine_find(gpu->machine)};
     bool hopper = gpu->watts > 400, half = !strcmp(text_of(t, "precision"), "fp16");
     r.habits = habits_of(t, hopper, half, r.layout.zero);
@@ -281,7 +296,7 @@ Runs runs_read(const char *path) {
     size_t size;
     const char *fault = input_text(path, MOST_BYTES, &t.text, &size);
     CHECK(!fault, "--runs %s: %s", path, fault);
-    t.next = t.text;
+    t.next = t.text + (strncmp(t.text, "\xef\xbb\xbf", 3) ? 0 : 3);  // a table program's mark of UTF-8
     t.columns = next_line(&t, t.name);
     const char *twice = name_twice(t.name, t.columns);
     CHECK(!twice, "--runs %s: column %s stands there twice", path, printable(twice));
@@ -292,7 +307,11 @@ Runs runs_read(const char *path) {
               path, t.line, cells, t.columns);
         runs.run = realloc(runs.run, (size_t)(runs.count + 1) * sizeof *runs.run);
         CHECK(runs.run, "out of host memory for the runs of %s", path);
-        runs.run[runs.count++] = run_of(&t);
+        const Published run = run_of(&t);
+        for (int i = 0; i < runs.count; i++)
+            CHECK(strcmp(runs.run[i].id, run.id), "--runs %s, line %d: id %s stands there twice", path,
+                  t.line, run.id);
+        runs.run[runs.count++] = run;
     }
     CHECK(runs.count > 0, "--runs %s: no row follows the names of the columns", path);
     free(t.text);

@@ -144,11 +144,18 @@ static Table table_open(const char *path, int64_t cells) {
           "--table %s is not a regular file: a continued run must find its results there", path);
     FILE *old = fopen(path, "r");
     char line[1024] = "\n", what[16];
+    int read = 0;
     int64_t begun = -1, fatal_cell = -1;
     for (long long number; old && fgets(line, sizeof line, old);) {
-        if (sscanf(line, "%lld %15s", &number, what) != 2 || number < 0 || number >= cells) continue;
+        if (sscanf(line, "%lld %15s%n", &number, what, &read) != 2 || number < 0 || number >= cells)
+            continue;
         bool begins = !strcmp(what, "begun"), proven = !strcmp(what, "proven");
         if (!begins && !proven && strcmp(what, "failed") != 0) continue;  // cut off
+        const Cell cell = matrix_cell(number);
+        char *ends = format_text(" %s\n", matrix_text(&cell));
+        CHECK(!proven || !strcmp(line + read, ends), "--table %s has results of other cells: %lld is %s",
+              path, number, matrix_text(&cell));
+        free(ends);
         if (begins && begun == number) fatal_cell = number;
         begun = begins ? number : -1;
         t.done[number] = t.done[number] || !begins;

@@ -28,7 +28,10 @@ void svg_title(FILE *svg, int x, double width, const char *title) {
     fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>", x,
             fmin(15, width / (0.7 * (double)strlen(title))));
     for (const char *c = text; *c; c++)
-        if (*c == '&' || *c == '<') fputs(*c == '&' ? "&amp;" : "&lt;", svg);
+        if (*c == '&') fputs("&amp;", svg);
+        else if (*c == '<') fputs("&lt;", svg);
+        else if (!strncmp(c, "]]>", 3)) fputs("]]&gt;", svg), c += 2;
+        else if (!strncmp(c, "\xef\xbf\xbe", 3) || !strncmp(c, "\xef\xbf\xbf", 3)) putc('?', svg), c += 2;
         else if ((unsigned char)*c >= ' ') putc(*c, svg);
     fprintf(svg, "</text>\n");
     free(text);

@@ -50,15 +50,15 @@ static void write_communication(FILE *out, int pid, const Event *event, bool mod
                 time_text(ts), time_text(end - ts));
     else
         fprintf(out,
-                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%s,"
-                "\"name\":",
+                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id2\":{\"local\":\"%lld\"},"
+                "\"pid\":%d,\"tid\":%d,\"ts\":%s,\"name\":",
                 (long long)id, pid, tid, time_text(ts));
     write_string(out, event->name);
     fprintf(out, ",\"args\":{\"bytes\":%s}}", figure_text(event->bytes));
     if (model) return;
     fprintf(out,
-            ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%s,"
-            "\"name\":",
+            ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id2\":{\"local\":\"%lld\"},"
+            "\"pid\":%d,\"tid\":%d,\"ts\":%s,\"name\":",
             (long long)id, pid, tid, time_text(end));
     write_string(out, event->name);
     putc('}', out);

@@ -120,7 +120,7 @@ static Contents model_contents(const Params *params, Progress progress) {
 
 static Contents optimizer_contents(const Config *config, const Params *params, const Optimizer *optimizer,
                                    Progress progress) {
-    Contents c = contents_new(params, STATES * params->count + 1, 10 + COURSE);
+    Contents c = contents_new(params, STATES * params->count + 1, 11 + COURSE);
     contents_say_run(&c, progress);
     contents_say(&c, "sample", format_text("%lld", (long long)progress.sample));
     contents_say(&c, "optimizer_step", format_text("%lld", (long long)optimizer->step));
@@ -130,6 +130,7 @@ static Contents optimizer_contents(const Config *config, const Params *params, c
     contents_say(&c, "optimizer", format_text("%s", checkpoint_optimizers[optimizer->kind]));
     contents_say(&c, "batch", format_text("%lld", (long long)progress.batch));
     contents_say(&c, "data", format_text("%016llx", (unsigned long long)progress.data));
+    contents_say(&c, "model", checkpoint_model(config));
     for (int i = 0; i < COURSE; i++) contents_say(&c, course_name(i), course_text(config, i));
     for (int i = 0; i < params->count; i++)
         for (int j = 0; j < STATES; j++) {

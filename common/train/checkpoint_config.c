@@ -131,10 +131,16 @@ static Rope read_rope(const ConfigFile *config, double standard) {
     CHECK(!find(config->json, nested[0]) || !find(config->json, nested[1]),
           "%s has both \"%s\" and \"%s\": leave in it the one that counts", config->path, nested[0],
           nested[1]);
+    CHECK(read_positive(config, config->json, "partial_rotary_factor", 1) == 1,
+          "%s: \"partial_rotary_factor\" is not 1; this program turns whole heads", config->path);
     for (size_t i = 0; i < sizeof nested / sizeof *nested; i++) {
         const cJSON *rope = find(config->json, nested[i]);
         if (!rope) continue;
-        const cJSON *type = find(rope, "rope_type") ? find(rope, "rope_type") : find(rope, "type");
+        const cJSON *older = find(rope, "type"), *newer = find(rope, "rope_type");
+        CHECK(!older || !newer || cJSON_Compare(older, newer, true),
+              "%s: \"%s\" has a \"type\" and another \"rope_type\": leave in it the one that counts",
+              config->path, nested[i]);
+        const cJSON *type = newer ? newer : older;
         const char *name = !type ? "default" : cJSON_IsString(type) ? type->valuestring : "";
         bool stretched = !strcmp(name, "llama3");
         CHECK(cJSON_IsObject(rope) && (stretched || !strcmp(name, "default")),
@@ -207,7 +213,8 @@ void checkpoint_config(const char *dir, Config *result) {
     c.layers = read_size(&file, "num_hidden_layers", 0);
     c.hidden = read_size(&file, "hidden_size", 0);
     c.heads = read_size(&file, "num_attention_heads", 0);
-    c.kv_heads = read_size(&file, "num_key_value_heads", mixtral ? 8 : c.heads);
+    bool null = cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(file.json, "num_key_value_heads"));
+    c.kv_heads = read_size(&file, "num_key_value_heads", mixtral && !null ? 8 : c.heads);
     c.ffn = read_size(&file, "intermediate_size", 0);
     c.vocab = read_size(&file, "vocab_size", 0);
     c.tied = read_flag(&file, "tie_word_embeddings");

@@ -37,6 +37,9 @@ void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits);
 
 // ---- checkpoint_run.c ----
 
+// What config.json says of the model and no shape of a weight shows: metadata of optimizer.safetensors. The
+// caller frees it.
+char *checkpoint_model(const Config *config);
 // The identity of a run, by which its checkpoints are recognized: a hash of what determines its course
 // (checkpoint_run.c). Never 0.
 uint64_t checkpoint_identity(const Config *config, Progress progress);

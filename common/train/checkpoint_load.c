@@ -26,6 +26,7 @@ typedef struct Source {  // of a parameter's elements
     const SafeTensor *from;
     DType to;
     const char *path;
+    bool squares;  // AdamW's v, whose root is taken
 } Source;
 
 static Source source_of(const char *path, const SafeTensors *file, const char *name, const Param *param,
@@ -39,15 +40,19 @@ static Source source_of(const char *path, const SafeTensors *file, const char *n
     CHECK(from->dtype == F64 || from->dtype == F32 || from->dtype == BF16 || from->dtype == F16,
           "%s: %s is stored as %s; weights are read from f64, f32, bf16 and f16", path, name,
           dtype_name(from->dtype));
-    return (Source){from, to, path};
+    return (Source){from, to, path, false};
 }
 
 // Whoever trains on a NaN or an infinity learns of it only from the loss, which does not say where it began.
-static void check_finite(const char *path, const SafeTensor *from, DType as, const double *values,
-                         int64_t first, int64_t count) {
-    for (int64_t i = 0; i < count; i++)
+static void check_finite(const char *path, const SafeTensor *from, DType as, bool squares,
+                         const double *values, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
         CHECK(isfinite(values[i]), "%s: element %lld of %s is %g in %s, and must be finite", path,
               (long long)(first + i), from->name, values[i], dtype_name(as));
+        CHECK(!squares || values[i] >= 0,
+              "%s: element %lld of %s is %g, and a mean of squares is not negative", path,
+              (long long)(first + i), from->name, values[i]);
+    }
 }
 
 // A file's tensors begin at any byte; what is converted needs its dtype's alignment.
@@ -62,7 +67,7 @@ static void take_elements(void *context, int64_t first, int64_t count, void *byt
         dtype_convert((char *)bytes + done * wide, s->to, aligned, s->from->dtype, piece);
         // As it was stored, or as it is used: f16 ends at 65504.
         dtype_convert(aligned, F64, (char *)bytes + done * wide, s->to, piece);
-        check_finite(s->path, s->from, s->to, aligned, first + done, piece);
+        check_finite(s->path, s->from, s->to, s->squares, aligned, first + done, piece);
     }
 }
 
@@ -137,6 +142,7 @@ static SafeTensors open_optimizer(const char *dir, char **path) {
 // A sample's number is its place in the run, and a step takes the next `batch` of them.
 static void check_same_batch(const char *path, const SafeTensors *file, const Config *c, int64_t ours) {
     int64_t theirs = metadata_number(path, file, "batch"), at_once = ours / c->grad_acc;
+    CHECK(theirs >= 0, "%s says that its batch was %lld samples", path, (long long)theirs);
     if (theirs == ours || theirs == 0 || ours == 0) return;
     char *fits = theirs % at_once
                      ? format_text("--micro-batch x --grad-acc x --dp must make %lld", (long long)theirs)
@@ -153,6 +159,12 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
     check_same_text(path, &file, "dtype", dtype_name((DType)config->dtype));
     check_same_text(path, &file, "optimizer", checkpoint_optimizers[config->optimizer]);
     check_same_run(dir, &file);
+    const char *model = safetensors_metadata(&file, "model");
+    char *ours_is = checkpoint_model(config);
+    CHECK(!model || !strcmp(model, ours_is),
+          "%s/config.json is not that of the run that was saved: it says \"%s\", and %s \"%s\"", dir,
+          ours_is, OPTIMIZER_FILE, printable(model));
+    free(ours_is);
     int64_t step = metadata_number(path, &file, "step");
     CHECK(step < config->steps, "%s already has %lld step%s: give --steps a larger number than that", dir,
           (long long)step, plural(step));
@@ -176,6 +188,7 @@ static void load_state(const char *path, const SafeTensors *file, Params *params
                        const char *ending, StateTensor state) {
     char *name = format_text("%s.%s", param->name, ending);
     Source source = source_of(path, file, name, param, optimizer_saved_dtype(params, state));
+    source.squares = state.kind == STATE_V;
     if (tensor_exists(state.flat)) optimizer_read(params, param, state, take_elements, &source);
     else param_read_value(params, param, take_elements, &source);
     free(name);
@@ -190,7 +203,7 @@ static int load_kept(const char *path, const SafeTensors *file, Params *params) 
           "it with the recipe's flags that it had",
           path, (long long)theirs, params->kept_count);
     if (kept) memcpy(params->kept, kept->data, (size_t)kept->bytes);
-    if (kept) check_finite(path, kept, F64, params->kept, 0, theirs);
+    if (kept) check_finite(path, kept, F64, false, params->kept, 0, theirs);
     return kept != NULL;
 }
 

@@ -83,6 +83,23 @@ char *course_changes(const SafeTensors *file, const Config *config, uint64_t our
 
 // ---- the identity ----
 
+char *checkpoint_model(const Config *c) {
+    const Rope *r = &c->rope;
+    const double numbers[] = {r->theta,   r->factor ? r->factor : 1, r->low, r->high, r->original,
+                              c->norm_eps};
+    enum { NUMBERS = sizeof numbers / sizeof *numbers, STRETCHED = 5 };
+    char *text = format_text("heads %lld of %lld, kv %lld, RoPE", (long long)c->heads,
+                             (long long)config_head_size(c), (long long)c->kv_heads);
+    for (int i = 0; i < NUMBERS; i++) {
+        if (i > 0 && i < STRETCHED && numbers[1] == 1) continue;  // as Llama 3 stretches it, or not at all
+        char *number = number_text(numbers[i]);
+        char *longer = format_text("%s%s %s", text, i < STRETCHED ? "" : ", eps", number);
+        free(number), free(text);
+        text = longer;
+    }
+    return text;
+}
+
 // Experts and the settings of techniques; "" for a dense model by the standard recipe. The caller frees it.
 static char *specials_text(const Config *c) {
     char *text = c->experts
@@ -110,15 +127,16 @@ uint64_t checkpoint_identity(const Config *c, Progress p) {
                                                  r->high, r->original)
                                    : format_text("%s", "");
     char *specials = specials_text(c);
+    char *eps = c->norm_eps != 1e-5 ? format_text(" eps %.17g", c->norm_eps) : format_text("%s", "");
     char *text = format_text(
         "%lld %lld %lld %lld %lld %lld %lld %d %d %d %lld %lld %lld %.17g %.17g %.17g %.17g %lld %016llx "
-        "%s%s%s%s",
+        "%s%s%s%s%s",
         (long long)c->layers, (long long)c->hidden, (long long)c->heads, (long long)c->kv_heads,
         (long long)c->ffn, (long long)c->vocab, (long long)c->seq, c->tied, c->dtype, c->optimizer,
         (long long)c->seed, (long long)c->steps, (long long)c->warmup, c->lr, c->weight_decay, c->clip,
         r->theta, (long long)p.batch, (unsigned long long)p.data, c->init ? c->init : "", heads, stretch,
-        specials);
-    free(heads);
+        specials, eps);
+    free(heads), free(eps);
     free(stretch);
     free(specials);
     uint64_t hash = hash_text(text);

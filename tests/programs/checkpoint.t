@@ -236,6 +236,12 @@ nan_at() { printf '\0\0\xc0\x7f' | dd of=$1 bs=1 seek=$(($(stat -c %s $1) - $2))
 breaks "a NaN in the state" \
     'optimizer.safetensors: element 8191 of lm_head.weight.v is nan in f32, and must be finite' \
     nan_at optimizer.safetensors 4
+below_0_at() { printf '\0\0\x80\xbf' | dd of=$1 bs=1 seek=$(($(stat -c %s $1) - $2)) conv=notrunc status=none; }
+breaks "a mean of squares below 0" \
+    'optimizer.safetensors: element 8191 of lm_head.weight.v is -1, and a mean of squares is not negative' \
+    below_0_at optimizer.safetensors 4
+breaks "another config.json" 'config.json is not that of the run that was saved: it says .*eps 0.1", and ' \
+    sed -i 's/"rms_norm_eps":.*,/"rms_norm_eps": 0.1,/' config.json
 "$train" $shape $run --steps 1 --save "$work/nan" >"$out" 2>"$err" </dev/null
 (cd "$work/nan/step-000001" && nan_at optimizer.safetensors 4)
 refuses "one that only rank 1 reads" '^zero3: rank 1: .*element 8191 of lm_head.weight.v is nan' \

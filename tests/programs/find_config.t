@@ -246,6 +246,13 @@ done
 cell dense_layers 129 'dense_layers 129 is more than layers 128'
 cell experts 8 'experts 8, without topk and expert_ffn'
 cell gpu $'\e[2J' 'GPU \?\[2J is not known'
+cell heads 0.5
+cell kv_heads 7 'kv_heads 7 does not divide heads 160'
+cell recompute Full 'column recompute must be one of none selective full modules, and not "Full"'
+cell precision FP16 'column precision must be one of bf16 fp16 fp8, and not "FP16"'
+cell gpu GH200 'GPU GH200 is not known'
+{ printf '\xef\xbb\xbf'; sed -n 1,2p $csv; sed -n 2p $csv; } >"$work/f.csv"  # as a table program writes UTF-8
+refused "f.csv, line 3: id A01 stands there twice" $program --runs "$work/f.csv"
 { sed -n 1,2p $csv; printf '\0\n'; sed -n 3p $csv; } >"$work/d.csv"
 refuses "--runs refuses a table that a zero byte cuts" 'd.csv: it is no text: byte [0-9]+ is a zero$' \
     $program --runs "$work/d.csv"

@@ -31,6 +31,9 @@ if wanted "parts: a cell that ended the program twice has failed"; then
         '^FAIL matrix: 1 cells fail' "$out"
     report $? "parts: a cell that ended the program twice has failed"
 fi
+echo '0 proven --dp 77' >"$work/other"
+refused "--table $work/other has results of other cells: 0 is " matrix --ranks 2 --part 2/250 \
+    --table "$work/other"
 if wanted "parts: a row that was cut off" && [ -e "$work/whole" ]; then
     number=$(sed -n 's/ proven .*//p' "$work/whole" | head -n 1)
     { cat "$work/whole"; printf '%s fail' "$number"; } >"$work/cut"

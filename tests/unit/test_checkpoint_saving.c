@@ -357,6 +357,9 @@ static void experts_and_recipes_make_another_run(void **state) {
     }
     Config c = config_default("");
     assert_true(checkpoint_identity(&c, (Progress){.batch = 24, .data = 1}) != run[0]);
+    c.norm_eps = 1e-6;
+    assert_true(checkpoint_identity(&c, progress) != run[0]);
+    c = config_default("");
     c.rope.factor = 8;
     assert_true(checkpoint_identity(&c, progress) != run[0]);
 }

@@ -239,11 +239,11 @@ static void the_picture_has_every_span_in_its_place(void **context) {
     char file[32];
     a_step("step");
     Timeline t = timeline_of_step(true, "a row");
-    timeline_svg(&t, 1, "R&D/<t\xe9xt>", "note", temporary(file));
+    timeline_svg(&t, 1, "R&D/<t\xe9xt>]]>\xef\xbf\xbf", "note", temporary(file));
     char *svg = text_of_file(file);
     // 876 pixels for 16 s: a second is 54.75 of them, from 68 on. The legend has two lines.
     const char *const expected[] = {
-        ">R&amp;D/&lt;t?xt></text>",
+        ">R&amp;D/&lt;t?xt>]]&gt;?</text>",
         ">a row</tspan>",
         "<path fill='#6cc5b0' d='M122.8 96h163.8v22h-163.8z'/>",  // F, 1 to 4 s
         "<path fill='#4269d0' d='M287.0 96h218.5v22h-218.5z'/>",  // B, 4 to 8
@@ -335,6 +335,10 @@ static void a_trace_of_two_ranks_is_one_json_with_four_processes(void **context)
         }
         if (cJSON_GetObjectItemCaseSensitive(event, "tid")->valueint == 1 + LINE_DP && strcmp(phase, "M"))
             communications[pid] += !strcmp(phase, "X") || !strcmp(phase, "b");
+        if (strcmp(phase, "b") && strcmp(phase, "e")) continue;  // an "id" would be that of all processes
+        const cJSON *id = cJSON_GetObjectItemCaseSensitive(event, "id2");
+        assert_true(cJSON_IsString(cJSON_GetObjectItemCaseSensitive(id, "local")));
+        assert_null(cJSON_GetObjectItemCaseSensitive(event, "id"));
     }
     assert_int_equal(named, 4);
     for (int pid = 0; pid < 4; pid++) assert_int_equal(communications[pid], 2);
