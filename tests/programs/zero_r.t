@@ -37,7 +37,7 @@ report $? "one trace has both ranks"
 python3 - "$work/t.json" >"$out" 2>&1 <<'PYTHON'
 import json, sys
 events = json.load(open(sys.argv[1]))['traceEvents']
-begins, ends = ({(e['pid'], e['tid'], e['id']): float(e['ts']) for e in events if e['ph'] == kind}
+begins, ends = ({(e['pid'], e['tid'], e['id2']['local']): float(e['ts']) for e in events if e['ph'] == kind}
                 for kind in 'be')
 assert begins and set(begins) == set(ends), (len(begins), len(ends))
 assert all(begins[call] <= ends[call] for call in begins)
