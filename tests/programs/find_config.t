@@ -249,10 +249,15 @@ cell gpu $'\e[2J' 'GPU \?\[2J is not known'
 cell heads 0.5
 cell kv_heads 7 'kv_heads 7 does not divide heads 160'
 cell recompute Full 'column recompute must be one of none selective full modules, and not "Full"'
+cell sp Yes 'column sp must be one of yes no, and not "Yes"'
 cell precision FP16 'column precision must be one of bf16 fp16 fp8, and not "FP16"'
 cell gpu GH200 'GPU GH200 is not known'
 { printf '\xef\xbb\xbf'; sed -n 1,2p $csv; sed -n 2p $csv; } >"$work/f.csv"  # as a table program writes UTF-8
 refused "f.csv, line 3: id A01 stands there twice" $program --runs "$work/f.csv"
+awk -F, -v OFS=, 'NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; print } NR > 1 && $at["experts"] > 1 {
+    $at["topk"] = $at["experts"] + 1; print; exit }' $csv >"$work/g.csv"
+refuses "--runs refuses more experts of a token than there are" \
+    'g.csv, line 2: topk [0-9]+ is more than experts [0-9]+$' $program --runs "$work/g.csv"
 { sed -n 1,2p $csv; printf '\0\n'; sed -n 3p $csv; } >"$work/d.csv"
 refuses "--runs refuses a table that a zero byte cuts" 'd.csv: it is no text: byte [0-9]+ is a zero$' \
     $program --runs "$work/d.csv"

@@ -97,6 +97,9 @@ makes() {  # makes WORDS ARGUMENTS…: make refuses them so
 }
 makes 'BUILD=: BUILD is a folder without a space in its name; unset, it is build' BUILD= programs
 makes 'BUILD=a b: BUILD is a folder without a space' BUILD='a b' programs
+make -n programs CHAPTERS='0[0-1]' BUILD=build-x >"$out" 2>"$err" &&
+    grep -q "link  build-x/01_data_parallel/ddp_naive" "$out" && ! grep -q "link  build-x/07_kernels" "$out"
+report $? "CHAPTERS leaves out later programs, those in CUDA too"
 makes 'CFLAGS_EXTRA=-g adds to them' CFLAGS=-g programs
 
 # In a tree of which the path has a space, what its first word names is not the suite's to remove.

@@ -55,6 +55,16 @@ static inline char *read_text(const char *name, size_t *size) {
     return text;
 }
 
+// In this file the first `from` becomes `to`, which is as long.
+static inline void replace_text(const char *name, const char *from, const char *to) {
+    size_t size;
+    char *text = read_text(name, &size), *place = memmem(text, size, from, strlen(from));
+    assert_non_null(place);
+    memcpy(place, to, strlen(to));
+    write_text(name, text, size);
+    free(text);
+}
+
 // As expect_fatal, for actions on a run in device memory. A process's children cannot use a GPU that it has
 // used (CUDA C++ Programming Guide, "Initialization"): so these are only tested without a GPU.
 static inline void expect_refusal(void (*act)(void *context), const void *context, const char *part) {

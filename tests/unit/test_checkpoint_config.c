@@ -199,24 +199,9 @@ static void a_config_that_is_no_json_is_refused(void **state) {
     expect_fatal(read_config, &c, "config.json: it is no text: byte 2 is a zero");
 }
 
-// A number that no int64 holds is no length of a sequence.
-static void a_length_beyond_all_numbers_is_left_out(void **state) {
-    (void)state;
-    write_config("use_cache", "\"max_position_embeddings\": 1e300");
-    Run run = run_new("");
-    checkpoint_config(folder, &run.config);
-    run_save(&run, "out");
-    size_t size;
-    char *saved = read_text("out/step-000000/config.json", &size);
-    assert_non_null(strstr(saved, "\"max_position_embeddings\": 7,"));  // --seq
-    free(saved);
-    run_free(&run);
-}
-
-// A run on longer sequences than the folder's has seen them.
-static void a_length_that_is_shorter_than_seq_becomes_seq(void **state) {
-    (void)state;
-    write_config("use_cache", "\"max_position_embeddings\": 5");
+// A folder with this length, saved again, has --seq for it, which is 7.
+static void expect_seq_for(const char *length) {
+    write_config("use_cache", length);
     Run run = run_new("");
     checkpoint_config(folder, &run.config);
     run_save(&run, "out");
@@ -225,6 +210,18 @@ static void a_length_that_is_shorter_than_seq_becomes_seq(void **state) {
     assert_non_null(strstr(saved, "\"max_position_embeddings\": 7,"));
     free(saved);
     run_free(&run);
+}
+
+// A number that no int64 holds is no length of a sequence.
+static void a_length_beyond_all_numbers_is_left_out(void **state) {
+    (void)state;
+    expect_seq_for("\"max_position_embeddings\": 1e300");
+}
+
+// A run on longer sequences than the folder's has seen them.
+static void a_length_that_is_shorter_than_seq_becomes_seq(void **state) {
+    (void)state;
+    expect_seq_for("\"max_position_embeddings\": 5");
 }
 
 // What a loaded folder says beyond the shape is copied to the folders that are saved.

@@ -297,17 +297,10 @@ static void a_folder_of_another_run_is_left_alone(void **state) {
         run_free(&other);
     }
     // An older checkpoint names no run: only a run that resumes may go on in its folder.
-    size_t size;
-    char *text = read_text("out/step-000001/model.safetensors", &size);
-    char *key = memmem(text, size, "\"run\"", 5);
-    assert_non_null(key);
-    memcpy(key, "\"ran\"", 5);
-    write_text("out/step-000001/model.safetensors", text, size);
+    replace_text("out/step-000001/model.safetensors", "\"run\"", "\"ran\"");
     expect_refusal(start_in_out, &run, "out/step-000001 is a checkpoint of another run");
     expect_refusal(save_again, &run, "out/step-000001 is a checkpoint of another run");
-    memcpy(key, "\"run\"", 5);
-    write_text("out/step-000001/model.safetensors", text, size);
-    free(text);
+    replace_text("out/step-000001/model.safetensors", "\"ran\"", "\"run\"");
     // A run that continues with other rates is still the same run.
     Run resumed = run_resume("out", "dtype=bf16");
     resumed.config.lr *= 2;

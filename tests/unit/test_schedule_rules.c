@@ -165,6 +165,7 @@ static void malformed_text_is_refused_with_its_line(void **context) {
         {1, "", "# pp-schedule"},
         {1, "pp-schedule\n", "# pp-schedule"},
         {1, "# pp-schedule name= p=1 m=1 stages=1 dirs=1\n", "name"},
+        {1, "# pp-schedule name=a<b p=1 m=1 stages=1 dirs=1\n", "the name may have letters, digits"},
         {1, "# pp-schedule name=x m=1 p=1 stages=1 dirs=1\n", "\"p=\" is missing"},
         {1, "# pp-schedule name=x p=0 m=1 stages=1 dirs=1\n", "p= is not a number from 1 to 64"},
         {1, "# pp-schedule name=x p=99999999999999999999 m=1 stages=1 dirs=1\n", "from 1 to 64"},
