@@ -44,6 +44,9 @@ typedef struct Program {
 int program_main(int argc, char **argv, const Program *program);  // a whole main; the exit status
 
 // ---- its parts, for programs that show more than one layout ----
+// Such a main calls, in this order: base_start, config_parse (CONFIG_REPORT among its groups), comm_start,
+// layout_check, mesh_new(layout_shape(&config)), report_json(config.json), what it shows, report_split,
+// report_verdict and comm_finish. A short one is in ../02_zero/zero_r.c.
 
 // Fatal, naming the flags, if this layout is impossible: by the sizes, the degrees on so many ranks, or the
 // checks of the techniques that are on. Sets a degree that was left open.

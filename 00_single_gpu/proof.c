@@ -80,6 +80,19 @@ static void check_memory(const Trainer *t, const Price *price, const Counted *co
                          comm_sum(row[i].measured, m->mesh.world), "B");
 }
 
+// FLOPs of a step. What ranks split by samples, sequence or layers adds up to one device's, and nothing is
+// computed twice but what recomputation says; tensor parallelism may pad and repeat, and how many rows each
+// expert gets depends on the data.
+static void check_flops(const Trainer *t, const Price *price, double flops) {
+    const Config *c = &t->config;
+    const Mesh *mesh = &t->model->mesh;
+    if (mesh->tp.size > 1 || mesh->ep.size > 1 || price->peak_by_data || config_document_end(c) >= 0)
+        return;
+    double of_samples = config_step_flops(c, c->micro_batch * c->grad_acc) + price->again;
+    report_equal("FLOPs of a step, all ranks", mesh->dp.size * of_samples, comm_sum(flops, mesh->world),
+                 "FLOP");
+}
+
 // Whether the bits of this rank's part of a weight differ from the first copy's.
 static bool differs(const Params *params, const Param *param) {
     Tensor mine = param_own_value(params, param, NULL);
@@ -142,9 +155,12 @@ static Record record_counted(const Config *config, Mesh mesh, Techniques techniq
     *counted =
         (Counted){.steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};
     counted_add(counted);
-    if (check) program_check_counts(t, counted);
-    if (check) underflow_tell(t);
     Price price = trainer_price(t);
+    if (check) {
+        program_check_counts(t, counted);
+        check_flops(t, &price, record.flops / (double)record.steps);
+        underflow_tell(t);
+    }
     counted->peak_by_data = price.peak_by_data;
     if (formula) *formula = column_of_price("formula", t, &price);
     trainer_free(t);

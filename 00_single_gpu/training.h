@@ -69,7 +69,8 @@ typedef struct Price {
 // the run on one device on rank 0 alone. So what a run remembers is what `plug` returns, never a static, and
 // a technique communicates over groups of Model.mesh and of its units, never over comm_world().
 // Of its state a checkpoint holds only Params.kept: a technique with other state that outlives a step
-// refuses --save and --resume in its `check`.
+// refuses --save and --resume in its `check`. Its tensors are of the kinds that Price.more has: no proof
+// compares the bytes of others.
 typedef struct Technique {
     const char *name;
     const Option *option;  // its own, without targets: they become settings of the Config (config_number)

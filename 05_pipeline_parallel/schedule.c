@@ -26,6 +26,13 @@
 // ---- the data ----
 
 Schedule schedule_new(const char *name, int ranks, int micro_batches, int stages, int directions) {
+    CHECK(
+        ranks >= 1 && ranks <= RANKS_MOST && micro_batches >= 1 && micro_batches <= MICRO_BATCHES_MOST &&
+            stages >= 1 && stages <= STAGES_MOST && directions >= 1 && directions <= DIRECTIONS_MOST,
+        "schedule %s: %d ranks, %d micro-batches, %d stages and %d directions, of which there are 1 to %d, "
+        "%d, %d and %d",
+        name, ranks, micro_batches, stages, directions, RANKS_MOST, MICRO_BATCHES_MOST, STAGES_MOST,
+        DIRECTIONS_MOST);
     Schedule s = {
         .ranks = ranks, .micro_batches = micro_batches, .stages = stages, .directions = directions};
     snprintf(s.name, sizeof s.name, "%s", name);
@@ -47,6 +54,7 @@ void schedule_free(Schedule *s) {
 }
 
 void schedule_append(Schedule *s, int rank, Action action) {
+    CHECK(rank >= 0 && rank < s->ranks, "schedule %s: there is no rank %d of %d", s->name, rank, s->ranks);
     ActionList *list = &s->list[rank];
     if (list->count == list->room) {
         list->room = list->room ? 2 * list->room : 16;

@@ -106,8 +106,8 @@ typedef struct Way {
     Run run;
 } Way;
 
-static Config of_way(const Way *way) {
-    Config c = small_model("steps=160 lr=0.001");
+static Config of_way(const Way *way, const char *data) {
+    Config c = small_model(data, "steps=160 lr=0.001");
     c.dtype = way->dtype;
     config_set(&c, "master", way->master);
     config_set(&c, "sum", 0);
@@ -115,7 +115,7 @@ static Config of_way(const Way *way) {
     return c;
 }
 
-static void show_vanishing_updates(void) {
+static void show_vanishing_updates(const char *data) {
     Way ways[] = {{.name = "f32", .dtype = F32},
                   {.name = "bf16, f32 masters", .dtype = BF16},
                   {.name = "bf16, no masters", .dtype = BF16, .master = 1},
@@ -124,7 +124,7 @@ static void show_vanishing_updates(void) {
     say("\n160 steps of a small model, --lr 0.001 that falls to its tenth:\n");
     say("  %-20s %12s %12s %26s", "", "last losses", "of f32's", "gains of norms that moved");
     for (int i = 0; i < WAYS; i++) {
-        Config c = of_way(&ways[i]);
+        Config c = of_way(&ways[i], data);
         ways[i].run = run_of(&c, one_device);
         say("  %-20s %12.4f %+11.2f%% %17ld of %ld", ways[i].name, ways[i].run.last,
             100 * (ways[i].run.last / ways[0].run.last - 1), (long)ways[i].run.moved,
@@ -145,12 +145,12 @@ static void show_vanishing_updates(void) {
 
 // ---- sums that round ----
 
-static void show_sums(void) {
+static void show_sums(const char *data) {
     static const char *const way[] = {"in bf16", "in f32", "where they are written, in f32"};
     double error[3];
     say("\nThe gradient of 256 samples in 64 micro-batches, its relative error against f64:\n");
     for (int i = 0; i < 3; i++) {
-        Config c = small_model("steps=1 micro-batch=4 grad-acc=64 seq=16");
+        Config c = small_model(data, "steps=1 micro-batch=4 grad-acc=64 seq=16");
         c.dtype = BF16;
         config_set(&c, "sum", i == 0);
         config_set(&c, "gradient", i == 2);
@@ -169,8 +169,8 @@ static void show_sums(void) {
 static void compare(Mesh mesh, const Config *config) {
     (void)mesh;
     if (config_number(config, "proof-only")) return;
-    show_vanishing_updates();
-    show_sums();
+    show_vanishing_updates(config->data);
+    show_sums(config->data);
     report_note("updates below half a step vanish");
 }
 

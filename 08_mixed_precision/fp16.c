@@ -132,8 +132,8 @@ static const Technique *const one_device[] = {&fp16_recipe, &recompute, NULL};
 
 // ---- each trick alone ----
 
-static Config small(int dtype, int master, int sum, int loss_scale, const char *more) {
-    Config c = small_model(more);
+static Config small(const char *data, int dtype, int master, int sum, int loss_scale, const char *more) {
+    Config c = small_model(data, more);
     c.dtype = dtype;
     config_set(&c, "master", master);
     config_set(&c, "sum", sum);
@@ -144,13 +144,13 @@ static Config small(int dtype, int master, int sum, int loss_scale, const char *
 }
 
 // An update of 0.0002 is below half a step at 1, 2^-12.
-static void show_masters(void) {
+static void show_masters(const char *data) {
     static const char *const names[] = {"f32", "f16, f32 masters", "f16, no masters"};
     Run run[3];
     say("\nWithout masters: 60 steps, --lr 0.0002 that falls to its tenth\n");
     say("  %-20s %12s %26s", "", "last losses", "gains of norms that moved");
     for (int i = 0; i < 3; i++) {
-        Config c = small(i ? F16 : F32, i == 2, 0, SCALE_DYNAMIC, "steps=60 lr=0.0002");
+        Config c = small(data, i ? F16 : F32, i == 2, 0, SCALE_DYNAMIC, "steps=60 lr=0.0002");
         run[i] = run_of(&c, one_device);
         say("  %-20s %12.4f %17ld of %ld", names[i], run[i].last, (long)run[i].moved, (long)run[i].gains);
         report_number("masters", names[i], run[i].last, "nats");
@@ -163,12 +163,12 @@ static void show_masters(void) {
 
 // The gradient of a logit is its probability (about 1 / v = 2^-8) divided by the number of labels, 2^15:
 // about 2^-23, just twice the smallest float16.
-static void show_scaling(void) {
+static void show_scaling(const char *data) {
     double error[2], zero[2];
     say("\nWithout loss scaling: the gradient of 32,768 labels\n");
     say("  %-20s %22s %20s", "", "relative error", "lost, of elements");
     for (int scaled = 0; scaled < 2; scaled++) {
-        Config c = small(F16, 0, 0, scaled ? SCALE_DYNAMIC : SCALE_NONE,
+        Config c = small(data, F16, 0, 0, scaled ? SCALE_DYNAMIC : SCALE_NONE,
                          "steps=1 grad-acc=16 micro-batch=64 hidden=16 heads=2 kv-heads=1 ffn=32");
         error[scaled] = gradient_error(&c, one_device, &zero[scaled]);
         say("  %-20s %22.4f %19.1f%%", scaled ? "scale 65536" : "none", error[scaled], 100 * zero[scaled]);
@@ -180,8 +180,8 @@ static void show_scaling(void) {
                 zero[1]);
 }
 
-static bool overflows(int sum, double scale) {
-    Config c = small(F16, 0, sum, SCALE_STATIC, "steps=1 grad-acc=64 micro-batch=1");
+static bool overflows(const char *data, int sum, double scale) {
+    Config c = small(data, F16, 0, sum, SCALE_STATIC, "steps=1 grad-acc=64 micro-batch=1");
     config_set(&c, "scale", scale);
     Trainer *t = trainer_new(&c, mesh_single(), one_device);
     train_step(t, NULL);
@@ -193,19 +193,19 @@ static bool overflows(int sum, double scale) {
 }
 
 // The largest power of two without overflow.
-static double largest_scale(int sum) {
+static double largest_scale(const char *data, int sum) {
     double scale = 16384;
-    while (!overflows(sum, 2 * scale)) scale *= 2;
+    while (!overflows(data, sum, 2 * scale)) scale *= 2;
     return scale;
 }
 
-static void show_sums(void) {
+static void show_sums(const char *data) {
     double scale[2], error[2];
     say("\nWith sums in f16: the gradient of 64 micro-batches\n");
     say("  %-20s %22s %20s", "", "largest sound scale", "relative error");
     for (int narrow = 0; narrow < 2; narrow++) {
-        Config c = small(F16, 0, narrow, SCALE_DYNAMIC, "steps=1 grad-acc=64 micro-batch=1");
-        scale[narrow] = largest_scale(narrow);
+        Config c = small(data, F16, 0, narrow, SCALE_DYNAMIC, "steps=1 grad-acc=64 micro-batch=1");
+        scale[narrow] = largest_scale(data, narrow);
         error[narrow] = gradient_error(&c, one_device, NULL);
         say("  %-20s %22.0f %20.5f", narrow ? "f16" : "f32", scale[narrow], error[narrow]);
         report_number("sums", narrow ? "scale, f16" : "scale, f32", scale[narrow], "");
@@ -290,9 +290,9 @@ static void show_overflow(Mesh mesh, const Config *config) {
 static void compare(Mesh mesh, const Config *config) {
     show_overflow(mesh, config);
     if (config_number(config, "proof-only")) return;
-    show_masters();
-    show_scaling();
-    show_sums();
+    show_masters(config->data);
+    show_scaling(config->data);
+    show_sums(config->data);
     report_note("each trick fixes its own failure");
 }
 

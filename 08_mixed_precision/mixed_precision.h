@@ -65,12 +65,13 @@ double fp8_state_bytes(const Fp8State *state);  // of scales, on this rank
 extern const Codec fp8_codec, fp8_gradient_codec;  // e4m3 and e5m2, a scale for each 128
 
 // recipe_tables.c: outliers, long sums, bytes per parameter
-void fp8_tables(void);
+void fp8_tables(const char *data);  // of --data
 // recipe_training.c: losses, casts, 8 bits in flight, learning rates
 void fp8_training(Mesh mesh, const Config *config);
 extern const Technique *const fp8_one_device[];
-Config fp8_small(int recipe, const char *more);  // a small model in bf16; recipe: NO_FP8 …
-void fp8_set(Config *config, int recipe);        // --fp8, with its standard tiles, sent in 16 bits
+// A small model in bf16; recipe: NO_FP8 …; data and more: as in small_model.
+Config fp8_small(const char *data, int recipe, const char *more);
+void fp8_set(Config *config, int recipe);  // --fp8, with its standard tiles, sent in 16 bits
 // recipe_outliers.c: training with an outlier in the activations
 void fp8_outliers(Group ranks);
 // recipe_convergence.c: --long: 500 steps from random and from trained weights
@@ -83,7 +84,8 @@ bool fp8_is_off(double off, double error);
 
 // ---- recipe_runs.c: runs on one device, for the tables of this chapter ----
 
-Config small_model(const char *more);  // more: flags as config_default takes them, the last one counts
+// data: --data; more: flags as config_default takes them, the last one counts
+Config small_model(const char *data, const char *more);
 
 typedef struct Run {
     double last;           // mean loss of the last tenth of the steps

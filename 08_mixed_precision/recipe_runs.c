@@ -7,13 +7,14 @@
 
 #include "mixed_precision.h"
 
-Config small_model(const char *more) {
+Config small_model(const char *data, const char *more) {
     char *text = format_text(
         "layers=1 hidden=32 heads=4 kv-heads=2 ffn=80 seq=32 micro-batch=8 optimizer=adamw warmup=0 clip=1 "
         "weight-decay=0 %s",
         more);
     Config c = config_default(text);
     free(text);
+    c.data = data;
     return c;
 }
 

@@ -227,13 +227,13 @@ static void show_row(const char *name, const Config *c, Techniques techniques, c
     trainer_free(t);
 }
 
-static void show_bytes(void) {
+static void show_bytes(const char *data) {
     static const Technique *const bf16[] = {&bf16_recipe, NULL};
     say("\nBytes per parameter of the weights that are multiplied in 8 bits\n");
     say("  %-20s %8s %8s %8s %10s %6s   %s %8s %10s", "", "master", "sums", "weights", "gradients", "m",
         "v", "here", "playbook");
     for (int narrow = 0; narrow < 2; narrow++) {
-        Config c = fp8_small(NO_FP8, "steps=1");
+        Config c = fp8_small(data, NO_FP8, "steps=1");
         config_set(&c, "master", 0);
         config_set(&c, "sum", narrow);
         config_set(&c, "rounding", 0);
@@ -242,7 +242,7 @@ static void show_bytes(void) {
     for (int i = 0; i < fp8_recipe_count; i++) {
         const Fp8Recipe *r = &fp8_recipes[i];
         if (!r->playbook) continue;
-        Config c = fp8_small(i + 1, "steps=1");
+        Config c = fp8_small(data, i + 1, "steps=1");
         if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
         show_row(r->name, &c, fp8_one_device, r, r->playbook);
     }
@@ -250,8 +250,8 @@ static void show_bytes(void) {
         "  bf16 weights from which the emulation casts in fp8-lm and deepseek)");
 }
 
-void fp8_tables(void) {
+void fp8_tables(const char *data) {
     show_outliers();
     show_sums();
-    show_bytes();
+    show_bytes(data);
 }

@@ -16,17 +16,17 @@ void fp8_set(Config *c, int recipe) {
     config_set(c, "fp8-wire", 0);
 }
 
-Config fp8_small(int recipe, const char *more) {
+Config fp8_small(const char *data, int recipe, const char *more) {
     char *text = format_text("kv-heads=4 ffn=96 dtype=bf16 %s", more);
-    Config c = small_model(text);
+    Config c = small_model(data, text);
     free(text);
     fp8_set(&c, recipe);
     return c;
 }
 
 // Weights are cast once per optimizer step, however often forward runs again.
-static void show_casts(void) {
-    Config c = fp8_small(TE_DELAYED, "grad-acc=3 steps=2");
+static void show_casts(const char *data) {
+    Config c = fp8_small(data, TE_DELAYED, "grad-acc=3 steps=2");
     c.recompute = RECOMPUTE_FULL;
     Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
     int64_t weights = 0;
@@ -49,11 +49,11 @@ static const Technique *const with_f32_masters[] = {&fp8_recipe, &f32_masters, N
 enum { MOST = 8 };  // recipes, bf16, and one recipe with other masters
 
 // The losses that each recipe reaches, beside bf16's. The ranks share the runs.
-static void show_losses(Group ranks) {
+static void show_losses(Group ranks, const char *data) {
     const int wide = fp8_recipe_count + 1;  // the last row: nanotron with f32 masters
     double last[MOST] = {0}, bf16;
     for (int i = ranks.rank; i <= wide; i += ranks.size) {
-        Config c = fp8_small(i == wide ? NANOTRON : i, "steps=160 lr=0.003");
+        Config c = fp8_small(data, i == wide ? NANOTRON : i, "steps=160 lr=0.003");
         last[i] = run_of(&c, i == wide ? with_f32_masters : fp8_one_device).last;
     }
     comm_sum_all(last, MOST, ranks);
@@ -79,14 +79,14 @@ static void show_losses(Group ranks) {
 // ---- in flight ----
 
 // ZeRO-3's weights in 16 and in 8 bits: what its all-gathers send, and what loss training reaches.
-static void show_wire(Mesh mesh) {
+static void show_wire(Mesh mesh, const char *data) {
     static const Technique *const zero[] = {&fp8_recipe, &zero3, NULL};
     double bytes[2], last[2];
     if (mesh.dp.size < mesh.world.size || mesh.dp.size == 1) return;
     say("\nZeRO-3 of deepseek on %d ranks, 60 steps\n", mesh.dp.size);
     say("  %-12s %22s %12s", "weights in", "all-gathered in a step", "last losses");
     for (int narrow = 0; narrow < 2; narrow++) {
-        Config c = fp8_small(DEEPSEEK, "steps=60 lr=0.003 micro-batch=4");
+        Config c = fp8_small(data, DEEPSEEK, "steps=60 lr=0.003 micro-batch=4");
         config_set(&c, "fp8-wire", narrow);
         config_set(&c, "no-prefetch", 0);
         c.dp = mesh.dp.size;
@@ -136,13 +136,13 @@ static void draw_rates(const char *file, double (*last)[RATES], int rows, double
 }
 
 // Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and not clipped.
-static void show_rates(const char *file) {
+static void show_rates(const char *file, const char *data) {
     double last[MOST][RATES], highest = 0;
     say("\nMean of the last 10 of 100 losses as --lr grows, not clipped\n");
     say("  %-12s %10g %10g %10g %10g %10g", "", rates[0], rates[1], rates[2], rates[3], rates[4]);
     for (int i = 0; i <= fp8_recipe_count; i++) {
         for (int j = 0; j < RATES; j++) {
-            Config c = fp8_small(i, "steps=100 clip=0");
+            Config c = fp8_small(data, i, "steps=100 clip=0");
             c.lr = rates[j];
             last[i][j] = run_of(&c, fp8_one_device).last;
             highest = fmax(highest, last[i][j]);
@@ -155,9 +155,9 @@ static void show_rates(const char *file) {
 
 void fp8_training(Mesh mesh, const Config *config) {
     const char *curves = config_text(config, "curves");
-    show_casts();
-    show_losses(mesh.world);
-    show_wire(mesh);
-    if (curves) show_rates(curves);
+    show_casts(config->data);
+    show_losses(mesh.world, config->data);
+    show_wire(mesh, config->data);
+    if (curves) show_rates(curves, config->data);
     if (config_number(config, "long")) fp8_convergence(mesh, config);
 }

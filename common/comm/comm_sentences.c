@@ -15,13 +15,13 @@ const char *notice_text(const Notice *n) {
     long long count = n->count, expected = n->expected;
     switch (n->kind) {
         case FINISHED:
-            snprintf(text, size, "comm_finish, or left the program,");
+            snprintf(text, size, "comm_finish (or left the program)");
             break;
         case BARRIER:
             snprintf(text, size, "barrier()");
             break;
         case GROUP:
-            snprintf(text, size, "comm_group, for its group %lld,", count);
+            snprintf(text, size, "comm_group (for its group %lld)", count);
             break;
         case TRANSFERS:
             snprintf(text, size, "%s(%lld %s %s rank %d)", n->send ? "send" : "receive", count, type,

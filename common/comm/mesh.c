@@ -189,6 +189,12 @@ Mesh mesh_new(MeshShape s) {
     return mesh;
 }
 
+static void check_runs(Group group, int k) {
+    CHECK(group.size == 1 || (k >= 1 && group.size % k == 0),
+          "group %s: its %d ranks do not divide into runs of %d", group.name ? group.name : "?", group.size,
+          k);
+}
+
 // `count` members of the group, from the first on, each `stride` after the one before.
 static Group every(Group group, int first, int stride, int count, const char *name, Line line) {
     if (group.size == 1) return group;
@@ -200,10 +206,12 @@ static Group every(Group group, int first, int stride, int count, const char *na
 }
 
 Group mesh_inside(Group group, int k, const char *name, Line line) {
+    check_runs(group, k);
     return every(group, group.rank / k * k, 1, k, name, line);
 }
 
 Group mesh_across(Group group, int k, const char *name, Line line) {
+    check_runs(group, k);
     return every(group, group.rank % k, k, group.size / k, name, line);
 }
 

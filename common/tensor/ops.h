@@ -1,11 +1,12 @@
 // ops.h: the operations of a transformer, forward and backward, on device tensors.
 // ops.c is the front: it checks shapes and dtypes, counts FLOPs and bytes (clock.h), and calls the back end
-// that is linked in (kernels.h: ops_cpu.c or ops_cuda.cu). Wrong shapes, dtypes or overlaps are fatal. The
-// caller owns all tensors; an operation writes only into those that it is given. A tensor (..., c) is taken
-// as a matrix (rows, c). "=" means that an output is set, "+=" that it is added to. Outputs must not alias
-// inputs unless the comment allows it, and then must coincide with them. All floating-point tensors of a
-// call have the same dtype unless stated; the gradient of a weight, and c of a matrix multiply, may be f32
-// beside 16-bit storage, and what is added to it is then rounded only to f32.
+// that is linked in (kernels.h: ops_cpu.c or ops_cuda.cu). Wrong shapes, dtypes or overlaps are fatal (of
+// elementwise operations, only the numbers of elements must be equal). The caller owns all tensors; an
+// operation writes only into those that it is given. A tensor (..., c) is taken as a matrix (rows, c). "="
+// means that an output is set, "+=" that it is added to. Outputs must not alias inputs unless the comment
+// allows it, and then must coincide with them. All floating-point tensors of a call have the same dtype
+// unless stated; the gradient of a weight, and c of a matrix multiply, may be f32 beside 16-bit storage,
+// and what is added to it is then rounded only to f32.
 // Storage may be f64, f32, bf16 or f16; arithmetic is f64 for f64 storage and f32 for the others, and each
 // stored result is rounded once. In 16-bit attention a back end may also round the probabilities and the
 // gradients of scores when they become operands of a matrix multiply, since tensor cores take only 16-bit

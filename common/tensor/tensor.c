@@ -150,15 +150,33 @@ Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape) 
 
 Tensor tensor_like(MemoryKind kind, Tensor t) { return tensor_new(kind, t.dtype, t.dims, t.shape); }
 
+// A freed storage is kept for a while, with no references, so that a use of it after tensor_free is noticed.
+static void storage_retire(Storage *storage) {
+    enum { KEPT = 4096 };
+    static Storage *retired[KEPT];
+    static int oldest;
+    free(retired[oldest]);
+    retired[oldest] = storage;
+    oldest = (oldest + 1) % KEPT;
+}
+
+static void check_not_freed(Tensor t) {
+    CHECK(!t.storage || t.storage->references > 0,
+          "a tensor of %s, %s, is used after tensor_free: through a view or a second copy of its handle",
+          memory_kind_name(t.storage->kind), tensor_text(t));
+}
+
 Tensor tensor_share(Tensor t) {
+    check_not_freed(t);
     if (t.storage) t.storage->references++;
     return t;
 }
 
 void tensor_free(Tensor *t) {
+    check_not_freed(*t);
     if (t->storage && --t->storage->references == 0) {
         device_free(t->storage->kind, t->storage->memory, t->storage->bytes);
-        free(t->storage);
+        storage_retire(t->storage);
     }
     *t = (Tensor){0};
 }
@@ -220,6 +238,7 @@ const char *tensor_text(Tensor t) {
 }
 
 void *tensor_address(Tensor t) {
+    check_not_freed(t);
     if (!t.storage || !t.storage->memory) return NULL;
     return (char *)t.storage->memory + t.offset * (int64_t)dtype_size(t.dtype);
 }

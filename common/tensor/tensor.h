@@ -122,7 +122,8 @@ Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape);
 Tensor tensor_like(MemoryKind kind, Tensor t);
 // One more reference to the same memory; needs a tensor_free of its own.
 Tensor tensor_share(Tensor t);
-// Drops this reference; the last one frees the memory. Sets *t to {0}. Freeing {0} is allowed.
+// Drops this reference; the last one frees the memory. Sets *t to {0}. Freeing {0} is allowed; a use of the
+// memory after that, through a view or another copy of the handle, is fatal (unless it comes very late).
 void tensor_free(Tensor *t);
 // Borrowed: elements [first, first + product of shape) of t in another shape; valid as long as t, and never
 // freed.

@@ -63,6 +63,9 @@ void param_shard(Param *param, int dim, int64_t first, int64_t count) {
     param->sharded = true;
     param_set_copies(param, alone, false);
     if (!param->here) return;
+    CHECK(dim >= 0 && dim < param->dims && first >= 0 && count >= 0,
+          "%s, of %d dimensions, cannot be sharded along dimension %d to %lld from %lld on", param->name,
+          param->dims, dim, (long long)count, (long long)first);
     param->shape[dim] = count;
     param->first[dim] = first;
 }

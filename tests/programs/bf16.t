@@ -17,6 +17,9 @@ verdict='the ranks reproduce the single-device step; updates below half a step v
 passes "updates below half a step vanish, and sums round" $program --json "$work/bf16.json"
 grep -A9 'gains that move without masters' "$work/bf16.json" | grep -q '"measured":[[:space:]]*0,'
 report $? "--json says that no gain moves"
+cp "$build/$program" "$work/bf16"  # where it finds no text by itself
+run env -u ULTRASCALE_DATA "$work/bf16" --ranks 1 --data "$ULTRASCALE_DATA" && grep -q '^PASS bf16: ' "$out"
+report $? "the tables of small models read --data, too"
 verdict='the ranks reproduce the single-device step (exact, 0 bits'  # and nothing that is left out
 passes "3 ranks step their parts as one would, rounded at random" $program --ranks 3 $random --proof-only
 passes "2 ranks, sums in bf16, recomputed" $program --sum bf16 --recompute full --proof-only

@@ -49,9 +49,9 @@ ends killed-in-sum - 'rank 2 has died'
 ends killed-in-sum - 'rank 2 has died' --trust-calls
 ends exits-at-once - 'rank 2 has died'
 ends exits 2 \
-    'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
+    'rank 2 called comm_finish \(or left the program\) where|where rank 2 called comm_finish \(or left the program\), in'
 ends finishes 2 \
-    'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
+    'rank 2 called comm_finish \(or left the program\) where|where rank 2 called comm_finish \(or left the program\), in'
 ends fatal-one 2 '^test_comm: rank 2: something broke$'
 ends fatal-all 2 '^test_comm: rank 0: something broke$'
 ends root-9 2 'broadcast: there is no root 9 in group world of 4'

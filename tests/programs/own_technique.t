@@ -20,10 +20,10 @@ sed -n '/^<!-- own technique -->/,/^<!-- .own technique -->/s/^    //p' $page >"
 compiles sum_once
 report $? "the page's program is compiled outside the tree"
 for ranks in 1 3; do
-    proves sum_once --ranks $ranks --grad-acc 2
+    proves sum_once --ranks $ranks
     report $? "it proves itself on $ranks ranks"
 done
-proves sum_once --dtype bf16 --tied --recompute full --ranks 2
+proves sum_once --dtype bf16 --tied --recompute full --ranks 2 --grad-acc 1
 report $? "and in bf16, with tied weights and recomputation"
 by_mpirun -n 2 "$work/sum_once" "${text[@]}" && grep -q '^PASS sum_once' "$out"
 report $? "under an mpirun that was typed"
@@ -56,6 +56,20 @@ sed "s/REDUCE_SUM, unit->replicas));/& $again/" "$work/sum_once.c" >"$work/sends
 compiles sends && ! proves sends --ranks 2 &&
     grep -q '^FAIL sends: broadcast: calls of rank 0: predicted 0, measured 4, off by 4' "$out"
 report $? "and with a broadcast of the sums, which no price has"
+
+# One all-reduce for each micro-batch, of sums that hold those before: right for a single micro-batch.
+sed -e 's/^static void sum(void \*context, Model \*model) {/static void sum(void *context, Model *model, bool last) {\n    (void)last;/' \
+    -e 's/gradients\.finish = sum/gradients.micro_batch_ready = sum/' \
+    -e 's/(price, 1, /(price, model->config.grad_acc, /' "$work/sum_once.c" >"$work/sums_each.c"
+compiles sums_each && proves sums_each --ranks 2 --grad-acc 1 && ! proves sums_each --ranks 2 &&
+    grep -q '^FAIL sums_each: .*gradient' "$out"
+report $? "and summed again with each micro-batch, which only the page's two micro-batches show"
+multiply='Tensor a = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(2, 2)), b = tensor_like(MEMORY_ACTIVATION, a);
+    op_fill(a, 1), op_matmul(b, a, a, false, false, 0), tensor_free(\&a), tensor_free(\&b);'
+sed "0,/^    for/s//    ${multiply//$'\n'/\\n}\n&/" "$work/sum_once.c" >"$work/works.c"
+compiles works && ! proves works --ranks 2 &&
+    grep -q '^FAIL works: FLOPs of a step, all ranks: predicted [0-9]* FLOP, measured [0-9]*, off by 32$' "$out"
+report $? "and with a multiply on each rank that one device does not need"
 
 # Steps against the sign of each gradient, with a moment of its own.
 cat >"$work/signs.c" <<'END'

@@ -194,6 +194,11 @@ static void zeros_infinities_and_saturation(void **state) {
     }
 }
 
+static void round_in_no_place(const void *y) {
+    const Tensor *t = y;
+    op_round_stochastic(t[0], t[1], (RandomPlace){.step = 1});
+}
+
 // Each element gets the random number of its place: parts are rounded like the whole, and correctly on
 // average.
 static void random_rounding_knows_places(void **state) {
@@ -221,6 +226,8 @@ static void random_rounding_knows_places(void **state) {
     op_round_stochastic(y, t, place);
     tensor_to_doubles(part, y);
     assert_true(memcmp(part, whole, sizeof whole) != 0);
+    const char *why = refusal(round_in_no_place, (Tensor[]){y, t});
+    assert_true(why && strstr(why, "round_stochastic: rows of 0 elements"));
     tensor_free(&t), tensor_free(&y);
 }
 

@@ -30,7 +30,7 @@ static void scale_weights(const Trainer *t, double factor) {
 static Trainer *trainer(bool tp) {
     static const Technique *const techniques[] = {&fp8_recipe, &ddp_no_sync, &tensor_parallel, NULL};
     static Config c;
-    c = fp8_small(TE_DELAYED, "steps=4 micro-batch=2");
+    c = fp8_small(NULL, TE_DELAYED, "steps=4 micro-batch=2");
     c.dtype = F64;
     c.optimizer = OPTIMIZER_SGD;
     c.lr = 1e-30;
@@ -118,7 +118,7 @@ static void what_is_not_finite_repeats_the_last(void) {
 static void an_expert_without_tokens_repeats_its_last(void) {
     enum { LAST = 7 };
     static const Technique *const techniques[] = {&moe, &fp8_recipe, &ddp_no_sync, NULL};
-    Config c = fp8_small(TE_DELAYED, "steps=1 micro-batch=2 experts=8 top-k=1");
+    Config c = fp8_small(NULL, TE_DELAYED, "steps=1 micro-batch=2 experts=8 top-k=1");
     c.data = text;
     c.dp = n;
     Trainer *t = trainer_new(&c, mesh_new((MeshShape){.dp = n}), techniques);
@@ -149,7 +149,7 @@ static void scales_follow_the_history(void) {
 // alike.
 static void experts_that_are_balanced_have_a_history(void) {
     static const Technique *const techniques[] = {&moe, &fp8_recipe, &load_balance, &ddp_no_sync, NULL};
-    Config c = fp8_small(TE_DELAYED, "steps=4 micro-batch=2 experts=4 top-k=2");
+    Config c = fp8_small(NULL, TE_DELAYED, "steps=4 micro-batch=2 experts=4 top-k=2");
     config_set(&c, "aux-loss", 0.1);
     c.dp = n;
     Trainer *t = trainer_new(&c, mesh_new((MeshShape){.dp = n}), techniques);

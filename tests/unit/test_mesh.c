@@ -128,6 +128,21 @@ static void degrees_beyond_all_clusters_are_refused(void) {
     if (!why || !strstr(why, "1152921504606846976 ranks")) note("2^60 ranks: %s", why ? why : "fit");
 }
 
+static void part(const void *k) { mesh_inside(comm_world(), *(const int *)k, "part", LINE_DP); }
+static void part_across(const void *k) { mesh_across(comm_world(), *(const int *)k, "part", LINE_DP); }
+
+static void runs_that_do_not_divide_are_refused(void) {
+    const int wrong[] = {0, -1, n + 1, n > 2 ? n - 1 : 3};
+    for (int i = 0; i < 8 && n > 1; i++) {  // a group of one stays as it is
+        const char *why = refusal(i < 4 ? part : part_across, &wrong[i % 4]);
+        char *expected = format_text("its %d ranks do not divide into runs of %d", n, wrong[i % 4]);
+        if (!why || !strstr(why, expected)) note("runs of %d: %s", wrong[i % 4], why ? why : "fit");
+        free(expected);
+    }
+    SAME(mesh_inside(comm_world(), n, "whole", LINE_DP).size, n);
+    SAME(mesh_across(comm_world(), n, "alone", LINE_DP).size, 1);
+}
+
 static Group before_start;
 
 static void the_world_grows_at_the_start(void) {
@@ -138,12 +153,10 @@ static void the_world_grows_at_the_start(void) {
 }
 
 static const RankTest tests[] = {
-    TEST(every_axis_parts_the_world),
-    TEST(ranks_are_numbered_with_tp_fastest),
-    TEST(the_mesh_has_a_line_for_each_axis),
-    TEST(groups_live_until_the_end),
-    TEST(the_world_grows_at_the_start),
-    TEST(degrees_beyond_all_clusters_are_refused),
+    TEST(every_axis_parts_the_world),          TEST(ranks_are_numbered_with_tp_fastest),
+    TEST(the_mesh_has_a_line_for_each_axis),   TEST(groups_live_until_the_end),
+    TEST(the_world_grows_at_the_start),        TEST(degrees_beyond_all_clusters_are_refused),
+    TEST(runs_that_do_not_divide_are_refused),
 };
 
 int main(int argc, char **argv) {

@@ -208,6 +208,22 @@ static void dk_over_q(void) {
     op_attention_backward(new_tensor(F32, 5, 4), q, new_tensor(F32, 5, 4), new_tensor(F32, 5, 4), q, k, v,
                           new_tensor(F32, 5, 5), (AttentionShape){1, 5, 1, 1, 4});
 }
+static void viewed_after_free(void) {
+    Tensor x = new_tensor(F32, 5, 4), row = tensor_rows_of(x, 1, 1);
+    tensor_free(&x);
+    op_fill(row, 1);
+}
+static void freed_twice(void) {
+    Tensor x = new_tensor(F32, 5, 4), copy = x;
+    tensor_free(&x);
+    tensor_free(&copy);
+}
+static void shared_after_free(void) {
+    Tensor x = new_tensor(BF16, 5, 4), copy = x;
+    tensor_free(&x);
+    for (int i = 0; i < 1000; i++) new_tensor(F32, 5, 4);
+    tensor_share(copy);
+}
 static Tensor with_token(double token) { return array_new(I32, 3, 1, token).t; }
 static void gradient_is_f64(void) {
     op_embedding_backward(new_tensor(F64, 7, 4), new_tensor(F32, 3, 4), with_token(1));
@@ -282,6 +298,9 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(writes_no_tensor, "tensor_from_host: there is no tensor to write");
     assert_refused(view_of_no_tensor,
                    "a view of 1 elements from element 0 does not lie within no tensor");
+    assert_refused(viewed_after_free, "a tensor of activations, (1, 4) f32, is used after tensor_free");
+    assert_refused(freed_twice, "a tensor of activations, (5, 4) f32, is used after tensor_free");
+    assert_refused(shared_after_free, "a tensor of activations, (5, 4) bf16, is used after tensor_free");
     assert_refused(rstd_is_narrow,
                    "rmsnorm_forward: rstd is (3, 1) bf16 where 3 elements of f32 fit the others");
     assert_refused(heads_do_not_divide, "attention_forward: 1 samples of 5 tokens, 3 query heads on 2");

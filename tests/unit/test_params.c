@@ -469,6 +469,29 @@ static void a_look_leaves_the_peaks(void) {
     }
 }
 
+typedef struct Shard {
+    Param *param;
+    int dim;
+    int64_t first, count;
+} Shard;
+
+static void shard_a_weight(const void *shard) {
+    const Shard *s = shard;
+    param_shard(s->param, s->dim, s->first, s->count);
+}
+
+static void shards_that_no_weight_has_are_refused(void) {
+    Params p = table(mesh_single(), 2, 2);
+    Param *norm = &p.param[1], *q = &p.param[2];
+    const Shard wrong[] = {{norm, 1, 0, 1}, {q, 2, 0, 1}, {q, -1, 0, 1}, {q, 0, -1, 1}, {q, 1, 0, -1}};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        const char *why = refusal(shard_a_weight, &wrong[i]);
+        if (!why || !strstr(why, "cannot be sharded along dimension"))
+            note("shard %d: %s", (int)i, why ? why : "taken");
+    }
+    params_free(&p);
+}
+
 static const RankTest tests[] = {
     TEST(parts_cover_a_unit_once),
     TEST(shards_cover_a_weight_once),
@@ -485,6 +508,7 @@ static const RankTest tests[] = {
     TEST(a_gradient_comes_back_bit_for_bit),
     TEST(a_weight_of_another_stage_comes_to_all),
     TEST(a_look_leaves_the_peaks),
+    TEST(shards_that_no_weight_has_are_refused),
 };
 
 int main(int argc, char **argv) {

@@ -367,7 +367,7 @@ static void a_delayed_scale_saturates_and_a_current_one_does_not(void **state) {
     (void)state;
     enum { ROWS = 16, HIDDEN = 48, FFN = 96 };
     for (int delayed = 0; delayed < 2; delayed++) {
-        Config c = fp8_small(delayed ? TE_DELAYED : TE_CURRENT, "steps=1 hidden=48 ffn=96");
+        Config c = fp8_small(NULL, delayed ? TE_DELAYED : TE_CURRENT, "steps=1 hidden=48 ffn=96");
         c.dtype = F64;
         Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
         train_step(t, NULL);

@@ -242,6 +242,37 @@ static void the_picture_in_letters_is_exact(void **context) {
     schedule_free(&s);
 }
 
+// ranks, micro-batches, stages, directions
+static void make_by_hand(const void *sizes) {
+    const int *of = sizes;
+    schedule_new("mine", of[0], of[1], of[2], of[3]);
+}
+static void append_to(const void *rank) {
+    Schedule s = schedule_new("mine", 2, 1, 2, 1);
+    schedule_append(&s, *(const int *)rank, (Action){1, {{PASS_F, 0, 0, 0}}});
+}
+
+static void sizes_beyond_the_arrays_are_refused(void **context) {
+    (void)context;
+    const int most[] = {RANKS_MOST, MICRO_BATCHES_MOST, STAGES_MOST, DIRECTIONS_MOST};
+    for (int i = 0; i < 4; i++)
+        for (int beyond = 0; beyond < 2; beyond++) {
+            int sizes[] = {2, 2, 2, 1};
+            assert_null(refusal(make_by_hand, sizes));
+            sizes[i] = most[i];
+            assert_null(refusal(make_by_hand, sizes));
+            sizes[i] = beyond ? most[i] + 1 : 0;
+            const char *why = refusal(make_by_hand, sizes);
+            assert_non_null(why);
+            assert_non_null(strstr(why, "of which there are 1 to 64, 4096, 512 and 2"));
+        }
+    for (int rank = -1; rank < 3; rank++) {
+        const char *why = refusal(append_to, &rank);
+        if (rank >= 0 && rank < 2) assert_null(why);
+        else assert_non_null(strstr(why, "schedule mine: there is no rank"));
+    }
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
@@ -251,6 +282,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(malformed_text_is_refused_with_its_line),
         cmocka_unit_test(the_format_is_the_one_that_tools_read),
         cmocka_unit_test(the_picture_in_letters_is_exact),
+        cmocka_unit_test(sizes_beyond_the_arrays_are_refused),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
