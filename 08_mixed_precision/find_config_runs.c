@@ -25,15 +25,16 @@ typedef struct Table {
     char *text, *next;
     const char *path;
     char *name[MOST_COLUMNS], *cell[MOST_COLUMNS];
-    int columns, line;
+    int columns, line, read;  // line: where the row begins; read: how many lines have been
 } Table;
 
-// Splits the next line in place into cells; quotes may hold commas and doubled quotes. Returns how many.
-static int next_line(Table *t, char **cell) {
+// Splits the next row in place into cells; quotes may hold commas, line breaks and doubled quotes. Returns how
+// many.
+static int next_row(Table *t, char **cell) {
     int count = 0;
     char *in = t->next, *out = in;
     if (!*in) return 0;
-    t->line++;
+    t->line = ++t->read;
     for (bool more = true; more;) {
         CHECK(count < MOST_COLUMNS, "--runs %s, line %d: more than %d columns", t->path, t->line,
               MOST_COLUMNS);
@@ -42,7 +43,7 @@ static int next_line(Table *t, char **cell) {
         if (quoted) in++;
         while (*in && (quoted || (*in != ',' && *in != '\n' && *in != '\r'))) {
             if (quoted && *in == '"' && *++in != '"') quoted = false;
-            else *out++ = *in++;
+            else t->read += *in == '\n', *out++ = *in++;
         }
         CHECK(!quoted, "--runs %s, line %d: a quotation mark is not closed", t->path, t->line);
         more = *in == ',';
@@ -297,11 +298,11 @@ Runs runs_read(const char *path) {
     const char *fault = input_text(path, MOST_BYTES, &t.text, &size);
     CHECK(!fault, "--runs %s: %s", path, fault);
     t.next = t.text + (strncmp(t.text, "\xef\xbb\xbf", 3) ? 0 : 3);  // a table program's mark of UTF-8
-    t.columns = next_line(&t, t.name);
+    t.columns = next_row(&t, t.name);
     const char *twice = name_twice(t.name, t.columns);
     CHECK(!twice, "--runs %s: column %s stands there twice", path, printable(twice));
     Runs runs = {NULL, 0};
-    for (int cells; (cells = next_line(&t, t.cell)) > 0;) {
+    for (int cells; (cells = next_row(&t, t.cell)) > 0;) {
         if (cells == 1 && !*t.cell[0]) continue;  // an empty line
         CHECK(cells == t.columns, "--runs %s, line %d: cells: %d; columns that the first line names: %d",
               path, t.line, cells, t.columns);

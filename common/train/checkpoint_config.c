@@ -57,14 +57,14 @@ static const cJSON *find(const cJSON *object, const char *key) {
     return cJSON_IsNull(item) ? NULL : item;
 }
 
-// A size: a whole number from 1. `standard` 0: the key must be there.
-static int64_t read_size(const ConfigFile *config, const char *key, int64_t standard) {
+// A size: a whole number from 1 to `most`. `standard` 0: the key must be there.
+static int64_t read_size(const ConfigFile *config, const char *key, int64_t most, int64_t standard) {
     const cJSON *item = find(config->json, key);
     if (!item && standard) return standard;
     CHECK(item, "%s does not say \"%s\"", config->path, key);
     double x = cJSON_IsNumber(item) ? item->valuedouble : 0;
-    CHECK(x >= 1 && x <= INT32_MAX && x == floor(x), "%s: \"%s\" is no whole number from 1 to %d",
-          config->path, key, INT32_MAX);
+    CHECK(x >= 1 && x <= (double)most && x == floor(x), "%s: \"%s\" is no whole number from 1 to %lld",
+          config->path, key, (long long)most);
     return (int64_t)x;
 }
 
@@ -175,8 +175,8 @@ static void read_experts(const ConfigFile *file, Config *c) {
     refuse(file, "sliding_window", "sliding windows");
     refuse(file, "router_jitter_noise", "noise in routing");
     refuse(file, "output_router_logits", "loss of the router in a folder");
-    c->experts = read_size(file, "num_local_experts", 8);
-    c->top_k = read_size(file, "num_experts_per_tok", 2);
+    c->experts = read_size(file, "num_local_experts", EXPERTS_MOST, 8);
+    c->top_k = read_size(file, "num_experts_per_tok", TOP_K_MOST, 2);
     c->expert_ffn = c->shared_experts = 0;
     c->moe = MOE_MIXTRAL;
     c->expert_groups = c->groups_kept = 1;
@@ -190,7 +190,10 @@ void checkpoint_config(const char *dir, Config *result) {
     ConfigFile file = config_open(dir);
     const cJSON *type = find(file.json, "model_type");
     bool mixtral = cJSON_IsString(type) && !strcmp(type->valuestring, "mixtral");
-    if (!mixtral) need_text(&file, type, "model_type", "llama", false);
+    CHECK(type, "%s does not say \"model_type\"", file.path);
+    CHECK(mixtral || (cJSON_IsString(type) && !strcmp(type->valuestring, "llama")),
+          "%s: \"model_type\" is %s; this program trains \"llama\" and \"mixtral\"", file.path,
+          cJSON_PrintUnformatted(type));
     const cJSON *architectures = find(file.json, "architectures");
     if (architectures)
         need_text(&file, architectures->child ? architectures->child : architectures,
@@ -210,13 +213,13 @@ void checkpoint_config(const char *dir, Config *result) {
           "%s: \"is_causal\" is not true; this program's attention is causal", file.path);
 
     Config c = *result;
-    c.layers = read_size(&file, "num_hidden_layers", 0);
-    c.hidden = read_size(&file, "hidden_size", 0);
-    c.heads = read_size(&file, "num_attention_heads", 0);
+    c.layers = read_size(&file, "num_hidden_layers", LAYERS_MOST, 0);
+    c.hidden = read_size(&file, "hidden_size", HIDDEN_MOST, 0);
+    c.heads = read_size(&file, "num_attention_heads", HEADS_MOST, 0);
     bool null = cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(file.json, "num_key_value_heads"));
-    c.kv_heads = read_size(&file, "num_key_value_heads", mixtral && !null ? 8 : c.heads);
-    c.ffn = read_size(&file, "intermediate_size", 0);
-    c.vocab = read_size(&file, "vocab_size", 0);
+    c.kv_heads = read_size(&file, "num_key_value_heads", HEADS_MOST, mixtral && !null ? 8 : c.heads);
+    c.ffn = read_size(&file, "intermediate_size", FFN_MOST, 0);
+    c.vocab = read_size(&file, "vocab_size", VOCAB_MOST, 0);
     c.tied = read_flag(&file, "tie_word_embeddings");
     c.norm_eps = read_positive(&file, file.json, "rms_norm_eps", mixtral ? 1e-5 : 1e-6);
     c.rope = read_rope(&file, mixtral ? 1e6 : 1e4);
@@ -229,7 +232,7 @@ void checkpoint_config(const char *dir, Config *result) {
     CHECK(c.heads % c.kv_heads == 0,
           "%s: \"num_attention_heads\" %lld is not divisible by \"num_key_value_heads\" %lld", file.path,
           (long long)c.heads, (long long)c.kv_heads);
-    c.head_size = read_size(&file, "head_dim", c.hidden / c.heads);
+    c.head_size = read_size(&file, "head_dim", HEAD_SIZE_MOST, c.hidden / c.heads);
     CHECK(c.head_size % 2 == 0, "%s: a head of %lld is odd, and RoPE turns pairs", file.path,
           (long long)c.head_size);
     if (c.head_size * c.heads == c.hidden) c.head_size = 0;

@@ -24,6 +24,19 @@ typedef struct Setting {
 } Setting;
 enum { MAX_SETTINGS = 64 };
 
+// Bounds of a model's sizes, typed or read from a config.json.
+enum {
+    LAYERS_MOST = 100000,
+    HIDDEN_MOST = 1000000,
+    HEADS_MOST = 100000,
+    HEAD_SIZE_MOST = 100000,
+    FFN_MOST = 10000000,
+    VOCAB_MOST = 10000000,
+    SEQ_MOST = 100000000,
+    EXPERTS_MOST = 4096,
+    TOP_K_MOST = 64
+};
+
 typedef struct Config {
     // model (the playbook's letters: L h a f v s)
     const char *model;

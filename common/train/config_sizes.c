@@ -55,14 +55,15 @@ static void check_experts(const Config *c) {
 
 void config_check(const Config *c) {
     const int64_t experts = c->experts ? c->experts : 1;  // 0: the MLP
-    // Sizes from a checkpoint's config.json have not been checked against the flags' bounds.
+    // A program may have set sizes itself.
     const struct {
         const char *flag;
         int64_t value, most;
-    } bounds[] = {
-        {"layers", c->layers, 100000},     {"hidden", c->hidden, 1000000}, {"heads", c->heads, 100000},
-        {"kv-heads", c->kv_heads, 100000}, {"ffn", c->ffn, 10000000},      {"vocab", c->vocab, 10000000},
-        {"seq", c->seq, 100000000},        {"top-k", c->top_k, 64},        {"experts", experts, 4096}};
+    } bounds[] = {{"layers", c->layers, LAYERS_MOST}, {"hidden", c->hidden, HIDDEN_MOST},
+                  {"heads", c->heads, HEADS_MOST},    {"kv-heads", c->kv_heads, HEADS_MOST},
+                  {"ffn", c->ffn, FFN_MOST},          {"vocab", c->vocab, VOCAB_MOST},
+                  {"seq", c->seq, SEQ_MOST},          {"top-k", c->top_k, TOP_K_MOST},
+                  {"experts", experts, EXPERTS_MOST}};
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++)
         CHECK(bounds[i].value >= 1 && bounds[i].value <= bounds[i].most, "--%s %ld is not from 1 to %ld",
               bounds[i].flag, bounds[i].value, bounds[i].most);
@@ -75,8 +76,8 @@ void config_check(const Config *c) {
     CHECK(c->heads % c->kv_heads == 0, "--heads %ld is not divisible by --kv-heads %ld", c->heads,
           c->kv_heads);
     check_experts(c);
-    CHECK(c->head_size >= 0 && c->head_size <= 100000, "--head-size %ld is not from 0 to 100000",
-          c->head_size);
+    CHECK(c->head_size >= 0 && c->head_size <= HEAD_SIZE_MOST, "--head-size %ld is not from 0 to %d",
+          c->head_size, HEAD_SIZE_MOST);
     CHECK(c->head_size % 2 == 0, "--head-size %ld is odd, and RoPE turns pairs: %ld would fit",
           c->head_size, c->head_size + 1);
     CHECK(config_head_size(c) % 2 == 0,

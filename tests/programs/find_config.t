@@ -254,6 +254,8 @@ cell precision FP16 'column precision must be one of bf16 fp16 fp8, and not "FP1
 cell gpu GH200 'GPU GH200 is not known'
 { printf '\xef\xbb\xbf'; sed -n 1,2p $csv; sed -n 2p $csv; } >"$work/f.csv"  # as a table program writes UTF-8
 refused "f.csv, line 3: id A01 stands there twice" $program --runs "$work/f.csv"
+{ sed -n 1p $csv; sed -n 2p $csv | sed 's/52% is/"52%\nis"/'; sed -n 2p $csv; } >"$work/h.csv"
+refused "h.csv, line 4: id A01 stands there twice" $program --runs "$work/h.csv"  # line 3 ends a cell
 awk -F, -v OFS=, 'NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; print } NR > 1 && $at["experts"] > 1 {
     $at["topk"] = $at["experts"] + 1; print; exit }' $csv >"$work/g.csv"
 refuses "--runs refuses more experts of a token than there are" \

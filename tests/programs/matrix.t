@@ -64,11 +64,15 @@ refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3
 refused "--part 1/3x: which of how many" matrix --ranks 2 --part 1/3x
 refused "--cell says which cells, and nothing reads --part then" matrix --cell 3 --part 1/3
 refused "--part says which cells, and nothing reads --met-on then" matrix --part 1/3 --met-on 8
-refused "--table /dev/null is not a regular file" matrix --ranks 2 --cell 2 --table /dev/null
-refused "--table /dev/full is not a regular file" matrix --ranks 2 --cell 2 --table /dev/full
+refused "--table /dev/null is not a regular file" matrix --ranks 2 --cell 1 --table /dev/null
+refused "--table /dev/full is not a regular file" matrix --ranks 2 --cell 1 --table /dev/full
 refused "--list proves no cell, and --table tells of those that are" matrix --list --table "$work/list"
 refused "--machine is not one of matrix's flags" matrix --list --machine h200
 refused "--trace is not one of matrix's flags" matrix --list --trace "$work/trace"
 refused "--tp 2 with --experts: experts are not sharded over tp" matrix --ranks 2 --cell 320
+refused "--cell 3 is of 4 ranks, and there are 3: --ranks 4 would fit" matrix --ranks 3 --cell 3 \
+    --table "$work/begun"
+[ ! -e "$work/begun" ]
+report $? "and --table has no row of it"
 refused "--cell 999999999: there are cells 0 to " matrix --ranks 2 --cell 999999999
 finish
