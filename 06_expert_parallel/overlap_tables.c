@@ -57,6 +57,7 @@ static Config deepseek(const Config *config, Mesh mesh) {
     if (c.pp == 1) return c;
     c.grad_acc = config->grad_acc;
     config_set(&c, "schedule", config_number(config, "schedule"));
+    config_set_text(&c, "load", config_text(config, "load"));
     return c;
 }
 

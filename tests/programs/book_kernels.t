@@ -6,13 +6,14 @@
 # needs: build-cuda-on-cpu/corpus.txt build-cuda-on-cpu/00_single_gpu/train
 # needs: build-cuda-on-cpu/04_context_parallel/ring_attention build-cuda-on-cpu/tests/test_ops_layers
 # needs: build-cuda-on-cpu/04_context_parallel/zigzag_ring_attention build-cuda-on-cpu/tests/test_ops
+# needs: build-cuda-on-cpu/tests/test_flash
 # needs: build-cuda-on-cpu/04_context_parallel/all_gather_attention build-cuda-on-cpu/08_mixed_precision/bf16
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
 build=build-cuda-on-cpu
 builds OPS=cuda-on-cpu BUILD=$build OBJECTS=build $build/{00_single_gpu/train,corpus.txt} \
-    $build/{03_tensor_parallel/tensor_parallel,tests/test_ops,tests/test_ops_layers} \
+    $build/{03_tensor_parallel/tensor_parallel,tests/test_ops,tests/test_ops_layers,tests/test_flash} \
     $build/04_context_parallel/{ring_attention,zigzag_ring_attention,all_gather_attention} \
     $build/08_mixed_precision/bf16
 
@@ -70,6 +71,12 @@ fi
 if wanted "products on the book's kernels"; then
     all_tests $build/tests/test_ops '*matmul*' book
     report $? "products on the book's kernels"
+fi
+
+# Several samples, several heads of queries on one of keys, fewer keys than queries.
+if wanted "attention on the book's kernels"; then
+    all_tests $build/tests/test_flash 'as_exact*' book
+    report $? "attention on the book's kernels"
 fi
 
 refused "chapter 07's kernels compute in f32, bf16 and f16" 00_single_gpu/train --kernels book --dtype f64

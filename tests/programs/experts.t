@@ -107,6 +107,15 @@ if wanted "ep 2 of 4 ranks, all in one node"; then  # in the run above
          END { exit !(node > 0 && node < network / 2) }' "$out"
     report $? "ep 2 of 4 ranks, all in one node: so are the copies of experts that their all-reduce sums"
 fi
+if wanted "ep 2 of 4 ranks, the rows of its table"; then
+    run "$build/expert_parallel" $one && grep -A4 '^Rows by the rank' "$out" >"$work/rows" &&
+        awk '/tokens of rank/ { to[0] += $(NF - 1); to[1] += $NF } /the busiest rank/ { busiest = $(NF - 3) }
+             END { most = to[0] > to[1] ? to[0] : to[1]
+                   exit !(to[0] + to[1] == 2 * 4 * 31 * 2 && busiest == sprintf("%.2f", 2 * most / 496)) }' \
+            "$work/rows"
+    report $? "ep 2 of 4 ranks, the rows of its table: all choices, by the rank that computes them"
+fi
+passes "ep 2, another width than the MLP's" expert_parallel --ranks 2 --expert-ffn 23 --proof-only $one
 passes "ep 2 of 2 ranks, documents" expert_parallel --ranks 2 --documents 32 $one
 verdict='--ep 1 splits nothing' passes "ep 1 of 2 ranks" expert_parallel --ranks 2 --ep 1 $quick
 passes "ep 3 of 6 ranks" expert_parallel --ranks 6 --ep 3 --experts 6 $quick
@@ -156,6 +165,10 @@ if wanted "ep 2, trained for real"; then
     report $? "ep 2, trained for real: the held-out loss of one device"
 fi
 
+verdict='held-out loss'
+passes "ep 2, an evaluation's rows are not among those kept" expert_parallel --no-check --steps 1 --sample 0 \
+    --eval-every 1 --ranks 2 --dtype f32 --seq 7 --micro-batch 1 --grad-acc 1 --top-k 1
+verdict=''
 if wanted "a folder of experts"; then
     run "$build/moe" --layers 2 --steps 2 --save "$work/one" &&
         grep -q '"num_local_experts": 8' "$work"/one/step-000002/config.json &&
@@ -188,7 +201,7 @@ refused "--groups-kept 3 is more than --expert-groups 2" moe --moe deepseek --ex
     --groups-kept 3
 refused "--top-k 4 is more than 2, the number of experts of --groups-kept 1 of" moe --moe deepseek \
     --expert-groups 4 --top-k 4
-refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
+refused "--ep 4 does not divide --experts 6: --experts 8 would fit" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide the 4 ranks of --dp x --cp x --tp: --ep 1, 2 would fit" expert_parallel \
     --ep 3 --experts 6
 refused "--seq 31 must be a multiple of it" expert_parallel --cp 2
@@ -198,8 +211,12 @@ done
 refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance \
     --moe deepseek --z-loss 0.001
 refused "a folder has no place for it: --balance-bias 0 would fit" load_balance --save "$work/balanced"
+for from in --init --resume; do
+    refused "a folder has no place for it: --balance-bias 0 would fit" load_balance $from tests/fixtures/mixtral_tied_bf16
+done
 refused "and --capacity drops some: --balance-bias 0 would fit" load_balance --capacity 1
 refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
+refused "no place for --moe deepseek or --shared-experts" moe --shared-experts 1 --save "$work/shared"
 refused "--model mixtral-8x7b has experts, and this program has only dense layers" \
     ../00_single_gpu/train --model mixtral-8x7b
 refused "tests/fixtures/mixtral_tied_bf16 has experts, and this program has only dense layers" \

@@ -3,6 +3,7 @@
 # (context parallelism), layers (a pipeline) or what they store (ZeRO), against one device: up to 8 ranks.
 # TAP. A pattern chooses among the layouts.
 # needs: build/06_expert_parallel/expert_parallel build/06_expert_parallel/overlapped_experts
+# needs: build/05_pipeline_parallel/schedule
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/06_expert_parallel
@@ -59,6 +60,9 @@ overlapped() {
 overlapped "overlapped, ep 2, zero 2, full" --layers 2 --ep 2 --zero 2 --recompute full
 verdict='1 rank splits nothing, and results are as on one device; here some may differ, as the tied weight' \
     overlapped "overlapped, tied, 1 rank" --layers 1 --ranks 1 --ep 1 --tied
+overlapped "overlapped, one micro-batch" --layers 1 --grad-acc 1
+passes "overlapped, uneven rows in 3 blocks" overlapped_experts --proof-only --layers 3 --steps 1 --seq 5 \
+    --experts 16 --top-k 1 --micro-batch 1 --grad-acc 4 --ep 2
 overlapped "overlapped, cp 2, selective" --layers 1 --ep 2 --cp 2 --context ring --recompute selective
 overlapped "overlapped, tp 2, sharded logits of both" --layers 1 --ep 2 --tp 2 --sp --vocab-parallel
 overlapped "overlapped pairs of DualPipe, tp 2, ep 4, zero 3" --layers 2 --ranks 8 --pp 2 --tp 2 --sp \
@@ -83,6 +87,14 @@ if wanted "overlapped, a single pair of DualPipe, the parts of its step"; then  
          END { parts = exposed + computed + summed; exit !(step > 0 && parts > 0.99 * step && parts < step) }' \
         "$out"
     report $? "overlapped, a single pair of DualPipe, the parts of its step"
+    of_two="--layers 2 --steps 1 --pp 2 --ep 2 --grad-acc 4"
+    tables() { grep -E 'one after the other|pairs together|are in pairs|are hidden' "$out"; }
+    named=$(tables)
+    run "$build/../05_pipeline_parallel/schedule" --schedule dualpipe --stages 2 --micro-batches 4 --dump &&
+        cp "$out" "$work/dualpipe" &&
+        run "$build/overlapped_experts" $of_two --load "$work/dualpipe" && grep -q '^PASS' "$out" &&
+        [ -n "$named" ] && [ "$(tables)" = "$named" ]
+    report $? "overlapped, the same schedule, loaded: the same tables"
 fi
 refused "--schedule dualpipe or dualpipe_v would fit" overlapped_experts --pp 2 --ep 2 --schedule afab
 refused "--zero 3 frees a unit's weights after one micro-batch's pass" overlapped_experts --zero 3

@@ -10,6 +10,12 @@ verdict='tokens sent in two hops reproduce the single-device step'
 passes "4 nodes of 2; bytes; one node gets all; two in flight" node_limited_routing --layers 1 --steps 1
 prints "4 nodes of 2; bytes; one node gets all; two in flight: its tables" \
     "A step of all ranks, 4 nodes of 2; a token takes 4 experts in at most 2 nodes:"
+if wanted "4 nodes of 2, what two hops save"; then
+    run "$build/node_limited_routing" --layers 1 --steps 1 &&
+        awk '/^  plain dispatch/ { plain = $3 } /^  two hops/ { two = $3 } END { exit !(plain > 1.5 * two) }' \
+            "$out"
+    report $? "4 nodes of 2, what two hops save: a plain dispatch sends a token across oftener"
+fi
 if wanted "4 nodes of 1, two copies"; then
     run "$build/node_limited_routing" --layers 1 --steps 1 --ranks 4 --ep 2 --gpus-per-node 1 \
         --expert-groups 2 &&
@@ -42,6 +48,8 @@ if wanted "4 nodes of 1, one expert for each token, a dry run"; then
 fi
 
 refused "--ep 8 in nodes of --gpus-per-node 3" node_limited_routing --gpus-per-node 3
+refused "--ep 3 in nodes of --gpus-per-node 4" node_limited_routing --ranks 6 --ep 3 --gpus-per-node 4 \
+    --experts 12 --expert-groups 1 --groups-kept 1
 refused "--expert-groups 2 is no multiple of 4 nodes" node_limited_routing --expert-groups 2
 refused "--moe deepseek --expert-groups 4 would fit" node_limited_routing --moe mixtral --expert-groups 1 \
     --groups-kept 1

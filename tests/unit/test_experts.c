@@ -137,6 +137,60 @@ static void softmax_of_a_biased_choice_stays_numbers(void **state) {
     FREE(&logits, &bias, &chosen, &weights);
 }
 
+// If all sigmoids of a token have become 0, so have its weights: no NaN.
+static void sigmoids_that_have_become_zero_stay_numbers(void **state) {
+    (void)state;
+    Array logits = array_new(F32, 1, 4, -200), chosen = array_new(I32, 1, 2, -1),
+          weights = poisoned(F32, 1, 2);
+    op_route_forward(chosen.t, weights.t, logits.t, (Tensor){0}, sigmoids);
+    array_read(&weights);
+    assert_true(weights.x[0] == 0 && weights.x[1] == 0);
+    FREE(&logits, &chosen, &weights);
+}
+
+// Biases may make all values of a group negative: the second best of {-1, -5} is -5 and not 0.
+static void groups_of_negative_values_are_compared(void **state) {
+    (void)state;
+    const double add[] = {-1, -5, -2, -2};
+    Array logits = array_new(F32, 1, 4, 0), bias = array_new(F32, 1, 4, 0),
+          chosen = array_new(I32, 1, 2, -1), weights = poisoned(F32, 1, 2);
+    for (int i = 0; i < 4; i++) bias.x[i] = add[i];
+    array_write(&bias);
+    op_route_forward(chosen.t, weights.t, logits.t, bias.t, (RouteRule){true, 2, 1, 1});
+    array_read(&chosen);
+    assert_int_equal((int)chosen.x[0], 2);
+    assert_int_equal((int)chosen.x[1], 3);
+    FREE(&logits, &bias, &chosen, &weights);
+}
+
+// The balancing losses' softmax subtracts the best logit, wherever it is.
+static void balance_of_logits_beyond_the_exponential(void **state) {
+    (void)state;
+    Array logits = array_new(F32, 1, 3, 0), chosen = array_new(I32, 1, 1, 1), losses = poisoned(F32, 1, 1),
+          dlogits = array_new(F32, 1, 3, 0);
+    logits.x[1] = 200;
+    array_write(&logits);
+    op_route_balance(losses.t, dlogits.t, logits.t, chosen.t, 1, (BalanceRule){0.5, 0.25, 1}, softmax);
+    array_read(&losses);
+    array_read(&dlogits);
+    assert_true(losses.x[0] == 0.5 * 3 + 0.25 * 200 * 200);
+    assert_true(dlogits.x[0] == 0 && dlogits.x[1] == 2 * 0.25 * 200 && dlogits.x[2] == 0);
+    FREE(&logits, &chosen, &losses, &dlogits);
+}
+
+// Nor is the balancing loss NaN, or its gradient, if all sigmoids of a token have become 0.
+static void balance_of_sigmoids_that_have_become_zero(void **state) {
+    (void)state;
+    Array logits = array_new(F32, 1, 4, -200), chosen = array_new(I32, 1, 2, 1),
+          losses = poisoned(F32, 1, 1), dlogits = array_new(F32, 1, 4, 0);
+    op_route_balance(losses.t, dlogits.t, logits.t, chosen.t, 1, (BalanceRule){0.5, 0, 1}, sigmoids);
+    array_read(&losses);
+    array_read(&dlogits);
+    assert_true(losses.x[0] == 0);
+    for (int i = 0; i < 4; i++) assert_true(dlogits.x[i] == 0);
+    FREE(&logits, &chosen, &losses, &dlogits);
+}
+
 // ---- the weights' gradient ----
 
 typedef struct Routed {
@@ -448,6 +502,36 @@ static void more_rows_than_32_bits_count(void) {
     op_route_order(tensor(I32, 1, n * k), tensor(I32, n, k), tensor(I32, 1, 4), tensor(I32, n, k));
 }
 
+static void more_experts_than_kept_groups_have(void) {
+    op_route_forward(tensor(I32, 3, 3), tensor(F32, 3, 3), tensor(F32, 3, 4), (Tensor){0},
+                     (RouteRule){true, 2, 1, 1});
+}
+static void more_groups_than_bits(void) {
+    op_route_forward(tensor(I32, 3, 2), tensor(F32, 3, 2), tensor(F32, 3, 128), (Tensor){0},
+                     (RouteRule){true, 128, 2, 1});
+}
+static void no_scale(void) {
+    op_route_forward(tensor(I32, 3, 2), tensor(F32, 3, 2), tensor(F32, 3, 4), (Tensor){0},
+                     (RouteRule){true, 1, 1, 0});
+}
+static void no_whole_sequences(void) {
+    op_route_capacity(tensor(I32, 3, 2), array_new(I32, 3, 2, 1).t, 2, 4, 1);
+}
+static void z_of_sigmoids(void) {
+    op_route_balance(tensor(F32, 1, 4), tensor(F32, 4, 4), tensor(F32, 4, 4), array_new(I32, 4, 2, 1).t, 2,
+                     (BalanceRule){0, 1, 1}, sigmoids);
+}
+static void more_rows_than_pairs(void) {
+    op_combine_forward(tensor(F32, 3, 7), tensor(F32, 7, 7), array_new(I32, 3, 2, 1).t, (Tensor){0});
+}
+static void no_such_row_backward(void) {
+    Array place = array_new(I32, 3, 2, 1);
+    place.x[4] = 6;
+    array_write(&place);
+    op_combine_backward(tensor(F32, 6, 7), tensor(F32, 3, 2), tensor(F32, 3, 7), tensor(F32, 6, 7), place.t,
+                        tensor(F32, 3, 2));
+}
+
 static void call_and_wait(void *call) {
     call_function(call);
     tensor_to_host(&(float){0}, tensor(F32, 1, 1));  // what a GPU has found is reported by the next wait
@@ -467,6 +551,13 @@ static void wrong_choices_are_refused(void **state) {
     assert_refused(more_rows_than_32_bits_count,
                    "route_order: 536870912 tokens of 4 experts each are more than 2^31 - 1 rows");
     assert_refused(too_many_nodes, "route_nodes: token 0 goes to 3 nodes, and 2 would fit");
+    assert_refused(more_experts_than_kept_groups_have, "route_forward: 3 of 4 experts, in 1 of 2 groups");
+    assert_refused(more_groups_than_bits, "in 2 of 128 groups of equal size, at most 64");
+    assert_refused(no_scale, "route_forward: the weights' scale is 0");
+    assert_refused(no_whole_sequences, "route_capacity: 3 tokens are no sequences of 2");
+    assert_refused(z_of_sigmoids, "route_balance: the z-loss is of a softmax; with sigmoids z is 0");
+    assert_refused(more_rows_than_pairs, "combine_forward: z has 7 rows, and place 3 x 2 numbers");
+    assert_refused(no_such_row_backward, "combine_backward: number 4 of the choices is 6, not in [0, 6)");
     assert_refused(no_such_row, "combine_forward: number 4 of the choices is -1, not in [0, 6)");
 }
 
@@ -482,6 +573,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_weights_gradient_is_that_of_differences),
         cmocka_unit_test(a_single_expert_has_no_gradient_of_its_weight),
         cmocka_unit_test(balance_is_asked_of_each_sequence),
+        cmocka_unit_test(sigmoids_that_have_become_zero_stay_numbers),
+        cmocka_unit_test(groups_of_negative_values_are_compared),
+        cmocka_unit_test(balance_of_logits_beyond_the_exponential),
+        cmocka_unit_test(balance_of_sigmoids_that_have_become_zero),
         cmocka_unit_test(rows_stand_in_the_order_of_experts_and_of_tokens),
         cmocka_unit_test(an_expert_takes_the_first_of_each_sequence),
         cmocka_unit_test(a_token_goes_to_each_node_once),

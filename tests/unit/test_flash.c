@@ -10,6 +10,7 @@
 #include "chunks.h"
 #include "tensor/clock.h"
 #include "tensor/device.h"
+#include "tensor/kernel_table.h"
 
 // ---- proofs ----
 
@@ -364,5 +365,6 @@ int main(int argc, char **argv) {
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
+    if (argc > 2) ops_use_kernels(kernel_table_linked());  // tests/programs/book_kernels.t
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

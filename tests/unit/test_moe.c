@@ -429,6 +429,208 @@ static void balance_is_a_mean_over_the_sequences_of_the_batch(void **state) {
     trainer_free(t);
 }
 
+// The balancing losses' gradient reaches what led to the router, too: their sum with the cross-entropy is what
+// differences see.
+static double loss_with_balance(const Case *c) {
+    MicroBatch micro = micro_batch(c, 0);
+    model_forward(c->model, &micro);
+    double loss = loss_value(micro.loss);
+    const Moe *routed = c->plug;
+    for (int64_t layer = 0; layer < c->config.layers; layer++) {
+        const MoeKept *kept = micro.block[layer].mlp.more;
+        Tensor losses = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(tensor_rows(kept->logits))),
+               unused = tensor_like(MEMORY_ACTIVATION, kept->logits);
+        op_fill(unused, 0);
+        op_route_balance(losses, unused, kept->logits, kept->chosen, micro.s, (BalanceRule){3, 0.7, 1},
+                         routed->rule);
+        loss += op_sum(losses) / (double)(c->config.micro_batch * c->config.grad_acc);
+        tensor_free(&losses);
+        tensor_free(&unused);
+    }
+    micro_batch_free(c->model, &micro);
+    return loss;
+}
+
+static void the_balancing_losses_reach_what_led_to_the_router(void **state) {
+    (void)state;
+    Case c = case_new(kinds[0], &moe, RECOMPUTE_NONE);
+    config_set(&c.model->config, "aux-loss", 3);
+    config_set(&c.model->config, "z-loss", 0.7);
+    void *balance = load_balance.plug(c.model);
+    Params *p = &c.model->params;
+    MicroBatch micro = micro_batch(&c, 0);
+    model_begin_step(c.model, 1);
+    model_forward(c.model, &micro);
+    model_backward(c.model, &micro);
+    micro_batch_free(c.model, &micro);
+    const Param *embedding = &p->param[0];
+    double *grad = host_alloc((size_t)embedding->count * sizeof *grad), error = 0, norm = 0;
+    tensor_to_doubles(grad, param_total_grad(p, embedding));
+    Tensor weight = param_value(p, embedding);
+    double *host = host_alloc((size_t)embedding->count * sizeof *host);
+    tensor_to_doubles(host, weight);
+    for (int64_t j = 0; j < embedding->count; j += 7) {
+        double at = host[j], side[2];
+        for (int s = 0; s < 2; s++) {
+            host[j] = s ? at + 1e-5 : at - 1e-5;
+            tensor_from_doubles(weight, host);
+            side[s] = loss_with_balance(&c);
+        }
+        host[j] = at;
+        tensor_from_doubles(weight, host);
+        double want = (side[1] - side[0]) / 2e-5;
+        error += (grad[j] - want) * (grad[j] - want), norm += want * want;
+    }
+    if (!(sqrt(error) <= 1e-7 * sqrt(norm)))
+        fail_msg("%s: off by %.3g of %.3g", embedding->name, sqrt(error), sqrt(norm));
+    free(grad);
+    free(host);
+    load_balance.unplug(c.model, balance);
+    case_free(&c, &moe);
+}
+
+// A layer's router takes that layer's biases, and a layer's biases move by what that layer's experts got.
+static void each_layer_has_biases_of_its_own(void **state) {
+    (void)state;
+    Case c = case_new(kinds[0], &moe, RECOMPUTE_NONE);
+    config_set(&c.model->config, "balance-bias", 1000);
+    void *plug = load_balance.plug(c.model);
+    Model *m = c.model;
+    const int64_t e = c.config.experts, k = c.config.top_k;
+    double bias[2][5];
+    for (int step = 0; step < 2; step++) {
+        MicroBatch micro = micro_batch(&c, 0);
+        int64_t own[2][5];
+        model_begin_step(m, 1);
+        model_forward(m, &micro);
+        for (int layer = 0; layer < 2; layer++) {
+            const MoeKept *kept = micro.block[layer].mlp.more;
+            for (int64_t i = 0; i < e; i++) own[layer][i] = kept->own[i];
+            double logits[14 * 5];
+            int32_t chosen[14 * 2];
+            tensor_to_doubles(logits, kept->logits);
+            tensor_to_host(chosen, kept->chosen);
+            for (int64_t t = 0; t < 14 && step == 1; t++)
+                for (int64_t i = 0; i < e; i++) {
+                    int32_t last = chosen[t * k + k - 1];
+                    bool took = i == chosen[t * k] || i == last;
+                    if (!took &&
+                        logits[t * e + i] + bias[layer][i] > logits[t * e + last] + bias[layer][last])
+                        fail_msg(
+                            "layer %d: token %d takes expert %d and not %d, which the layer's bias prefers",
+                            layer, (int)t, (int)last, (int)i);
+                }
+        }
+        model_backward(m, &micro);
+        micro_batch_free(m, &micro);
+        m->sockets.step.accept(m->sockets.step.context, m, 1);
+        for (int layer = 0; layer < 2 && step == 0; layer++) {
+            Moe *routed = c.plug;
+            tensor_to_doubles(bias[layer], routed->balance.bias(routed->balance.context, layer));
+            double mean = (double)(c.config.micro_batch * c.config.seq * k) / (double)e;
+            for (int64_t i = 0; i < e; i++) {
+                double got = (double)own[layer][i], want = 1000 * ((got < mean) - (got > mean));
+                if (bias[layer][i] != want)
+                    fail_msg("layer %d, expert %d: %g tokens of %g, bias %g, not %g", layer, (int)i, got,
+                             mean, bias[layer][i], want);
+            }
+        }
+    }
+    load_balance.unplug(m, plug);
+    case_free(&c, &moe);
+}
+
+static void check_balance(const void *config) { load_balance.check(config); }
+
+// A layout of several techniques may ask for it on ranks that share a sequence.
+static void balance_refuses_parts_of_sequences(void **state) {
+    (void)state;
+    Config c = config_default("experts=4 top-k=2");
+    config_set(&c, "balance-bias", 0);
+    config_set(&c, "capacity", 0);
+    config_set(&c, "z-loss", 0);
+    assert_null(refusal(check_balance, &c));
+    c.cp = 2;
+    const char *why = refusal(check_balance, &c);
+    assert_true(why && strstr(why, "--cp 2 splits sequences"));
+    c.cp = 1, c.tp = 2;
+    why = refusal(check_balance, &c);
+    assert_true(why && strstr(why, "--tp 2 with --sp splits sequences"));
+}
+
+// ---- the experts of another run ----
+
+static void a_choice_that_differs_is_measured(void **state) {
+    (void)state;
+    const float there[] = {1, 2, 4, 3};
+    const int32_t taken[] = {2, 3}, same[] = {3, 2}, other[] = {3, 1};
+    Routing routed = {0};
+    double own[] = {1, 2, 3, 4};
+    routing_follow(&routed, own, there, 4, same, taken, 2, 2);  // the same experts in another order
+    assert_true(routed.choices == 1 && routed.ties == 0 && routed.apart == 0);
+    assert_true(own[0] == -INFINITY && own[1] == -INFINITY && own[2] == 3 && own[3] == 4);
+    double off[] = {1, 5, 4, 6};  // by 3 twice
+    routing_follow(&routed, off, there, 4, other, taken, 2, 2);
+    assert_true(routed.choices == 2 && routed.ties == 1 && fabs(routed.apart - sqrt(18) / 2) < 1e-15);
+    double less[] = {1, 3, 4, 3};
+    routing_follow(&routed, less, there, 4, other, taken, 2, 2);
+    assert_true(routed.ties == 2 && fabs(routed.apart - sqrt(18) / 2) < 1e-15);  // the largest
+    Routing sum = {0};
+    Model m = {.routing = &sum};
+    routing_count(&m, &routed);
+    routing_count(&m, &(Routing){.choices = 1, .ties = 1, .apart = 0.5});
+    assert_true(sum.choices == 4 && sum.ties == 3 && sum.apart == routed.apart);
+    double none[] = {NAN, 2, 4, 3};
+    routing_follow(&routed, none, there, 4, other, taken, 2, 2);
+    assert_true(isnan(routed.apart));
+    routing_count(&m, &routed);
+    assert_true(isnan(sum.apart));
+}
+
+// What is kept is also measured against the run beside: at most one token's distance over the size of a token.
+static void logits_are_measured_beside_those_of_another_run(void **state) {
+    (void)state;
+    float logits[8] = {0};
+    const float beside[] = {9, 9, 3, 4, 9, 9, 0, 5};
+    const int64_t place[] = {6, 2};
+    const double own[] = {3, 5, 3, 5};
+    Routing r = {.logits = logits, .beside = beside};
+    routing_keep(&r, place, own, 2, 2);
+    assert_true(logits[6] == 3 && logits[7] == 5 && logits[2] == 3 && logits[3] == 5 && logits[0] == 0);
+    assert_true(fabs(r.off - 3 / sqrt(34)) < 1e-15);
+}
+
+// A block's tokens take the followed run's experts, and the distance of their logits is relative to a token's.
+static void the_followed_run_decides(void **state) {
+    (void)state;
+    const Technique *const both[] = {&moe, &token_by_token};
+    for (int i = 0; i < 2; i++) {
+        Case c = case_new("layers=1 experts=5 top-k=2", both[i], RECOMPUTE_NONE);
+        enum { N = 14, E = 5 };
+        float first[N * E], moved[N * E];
+        double norm = 0;
+        Routing keeps = {.logits = first}, follows = {.followed = moved};
+        c.model->routing = &keeps;
+        loss_of(&c);
+        for (int j = 0; j < N * E; j++) moved[j] = first[j], norm += (double)first[j] * first[j];
+        int worst = 0;
+        for (int j = 1; j < E; j++) worst = first[j] < first[worst] ? j : worst;
+        moved[worst] += 100;  // the first token takes it
+        c.model->routing = &follows;
+        MicroBatch micro = micro_batch(&c, 0);
+        model_begin_step(c.model, 1);
+        model_forward(c.model, &micro);
+        model_backward(c.model, &micro);
+        micro_batch_free(c.model, &micro);
+        const double want = 100 / sqrt(norm / N);
+        if (follows.ties != 1 || !(fabs(follows.apart - want) < 1e-5 * want))
+            fail_msg("%s: %d ties, %g apart, and not %g", both[i]->name, (int)follows.ties, follows.apart,
+                     want);
+        c.model->routing = NULL;
+        case_free(&c, both[i]);
+    }
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
@@ -444,6 +646,12 @@ int main(int argc, char **argv) {
         cmocka_unit_test(an_evaluation_waits_for_counts_and_enters_no_table),
         cmocka_unit_test(parameters_are_counted),
         cmocka_unit_test(balance_is_a_mean_over_the_sequences_of_the_batch),
+        cmocka_unit_test(the_balancing_losses_reach_what_led_to_the_router),
+        cmocka_unit_test(each_layer_has_biases_of_its_own),
+        cmocka_unit_test(balance_refuses_parts_of_sequences),
+        cmocka_unit_test(a_choice_that_differs_is_measured),
+        cmocka_unit_test(logits_are_measured_beside_those_of_another_run),
+        cmocka_unit_test(the_followed_run_decides),
         cmocka_unit_test(biases_move_by_the_rate_towards_the_mean),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

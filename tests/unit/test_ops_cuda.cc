@@ -97,6 +97,17 @@ static void wrong_indices_are_told(void **state) {
                                    2, {false, 1, 1, 1});
     });
     assert_true(said.find("route_backward" + choice + "7)") != std::string::npos);
+    said = said_by([](const Device &index) {
+        Device left(I32, Doubles(4));
+        cuda_kernel_route_capacity(left.indices(), index.indices(), 4, 2, 7, 1, 1);
+    });
+    assert_true(said.find("route_capacity" + choice + "7)") != std::string::npos);
+    said = said_by([](const Device &index) {
+        Device losses(F32, 4), logits(F32, 4 * 7);
+        cuda_kernel_route_balance(F32, losses.at, logits.at, logits.at, index.indices(), 4, 2, 7, 1,
+                                  {1, 0, 1}, {false, 1, 1, 1});
+    });
+    assert_true(said.find("route_balance" + choice + "7)") != std::string::npos);
 }
 
 // ---- elementwise ----

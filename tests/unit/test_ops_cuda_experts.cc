@@ -137,6 +137,29 @@ static void combining_matches(void **state) {
         }
 }
 
+// A rank to which no token is sent has no rows: nothing is launched.
+static void no_rows_are_no_launch(void **state) {
+    (void)state;
+    in_every_way("no rows", [&](int shift) {
+        Device none(F32, 0, shift), chosen(I32, Doubles()), counts(I32, Doubles(3, -1));
+        cuda_kernel_route_forward(F32, chosen.indices(), none.at, none.at, NULL, 0, 3, 2, {false, 1, 1, 1});
+        cuda_kernel_route_backward(F32, none.at, none.at, none.at, chosen.indices(), none.at, 0, 3, 2,
+                                   {false, 1, 1, 1});
+        cuda_kernel_route_order(chosen.indices(), chosen.indices(), counts.indices(), chosen.indices(), 0,
+                                2, 3);
+        assert_same("route_order's counts", counts, Doubles(3, 0));
+        cuda_kernel_route_capacity(chosen.indices(), chosen.indices(), 0, 1, 3, 2, 1);
+        cuda_kernel_route_nodes(chosen.indices(), chosen.indices(), 0, 2, 1, 3, 2);
+        cuda_kernel_route_within(chosen.indices(), chosen.indices(), 0, 0, 3);
+        cuda_kernel_route_balance(F32, none.at, none.at, none.at, chosen.indices(), 0, 1, 3, 2, {1, 0, 1},
+                                  {false, 1, 1, 1});
+        cuda_kernel_combine_forward(F32, none.at, none.at, chosen.indices(), none.at, 0, 2, 0, 7);
+        cuda_kernel_combine_backward(F32, none.at, none.at, none.at, none.at, chosen.indices(), none.at, 0,
+                                     2, 0, 7);
+        return none.stored("no rows");
+    });
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cmocka_set_message_output(CM_OUTPUT_TAP);
@@ -145,6 +168,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(routing_matches),
         cmocka_unit_test(balance_matches),
         cmocka_unit_test(combining_matches),
+        cmocka_unit_test(no_rows_are_no_launch),
     };
     return cmocka_run_group_tests_name("ops_cuda_experts", tests, NULL, NULL);
 }
