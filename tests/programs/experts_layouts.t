@@ -94,7 +94,7 @@ if wanted "overlapped, a single pair of DualPipe, the parts of its step"; then  
         cp "$out" "$work/dualpipe" &&
         run "$build/overlapped_experts" $of_two --load "$work/dualpipe" && grep -q '^PASS' "$out" &&
         [ -n "$named" ] && [ "$(tables)" = "$named" ]
-    report $? "overlapped, the same schedule, loaded: the same tables"
+    report $? "overlapped, a single pair of DualPipe, its schedule loaded: the same tables"
 fi
 refused "--schedule dualpipe or dualpipe_v would fit" overlapped_experts --pp 2 --ep 2 --schedule afab
 refused "--zero 3 frees a unit's weights after one micro-batch's pass" overlapped_experts --zero 3

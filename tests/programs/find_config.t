@@ -72,16 +72,17 @@ best() {
     local name="a search: $1" row=$2
     shift 2
     wanted "$name" || return 0
-    run "$build/$program" "$@" && sed -n '/^   tp  cp/ { n; p; }' "$out" | grep -qE "$row"
+    run "$build/$program" "$@" --json "$work/found.json" &&
+        sed -n '/^   tp  cp/ { n; p; }' "$out" | grep -qE "$row"
     report $? "$name"
 }
-best "more ranks of tp than heads of K/V" '^ +2 +4 ' --model llama-3.2-1b --kv-heads 1 --gpus 8 --batch-tokens 8K \
+best "more ranks of tp than heads of K/V" '^ +2 +4 .* small multiplies: less tp$' --model llama-3.2-1b --kv-heads 1 --gpus 8 --batch-tokens 8K \
     --seq 8192
-# agrees NAME: the command is that of the first row.
+# agrees NAME: the command, and the layout in --json, are those of the first row.
 agrees() {
     wanted "a search: $1" || return 0
-    python3 - "$out" >"$err" 2>&1 <<'PYTHON'
-import re, sys
+    python3 - "$out" "$work/found.json" >"$err" 2>&1 <<'PYTHON'
+import json, re, sys
 text = open(sys.argv[1]).read()
 row = re.search(r'^   tp  cp.*\n(.*)$', text, re.M).group(1).split()
 words = re.search(r'^  build/08_mixed_precision/train_5d (.*)$', text, re.M).group(1).split()
@@ -96,20 +97,30 @@ wanted = {'--tp': row[0].rstrip('s'), '--pp': row[2], '--dp': row[3], '--zero': 
 for flag, value in wanted.items():
     assert after.get(flag) == value, (flag, after.get(flag), value)
 assert ('--sp' in after) == row[0].endswith('s')
+numbers = json.load(open(sys.argv[2]))['numbers']['layout 1']
+schedule = ['afab', 'one_f_one_b', 'interleaved', 'zb_h1'].index(ways[way] or 'one_f_one_b')
+of_row = {'tp': row[0].rstrip('s'), 'cp': row[1], 'pp': row[2], 'dp': row[3], 'ep': row[4], 'zero': row[5],
+          'micro-batch': row[6], 'micro-batches': row[7], 'sp': row[0].endswith('s'), 'schedule': schedule,
+          'chunks': chunks or 1, 'recompute': {'none': 0, 'full': 2}[row[9]]}
+for name, value in of_row.items():
+    assert numbers[name]['value'] == int(value), (name, numbers[name]['value'], value)
 PYTHON
     report $? "a search: $1"
 }
-best "cp beyond 16" '^ +1 +32 ' --model llama-3.2-1b --gpus 32 --seq 262144 --batch-tokens 256K
+best "cp beyond 16" '^ +1 +32 .* small multiplies: larger mbs$' --model llama-3.2-1b --gpus 32 --seq 262144 --batch-tokens 256K
 agrees "cp beyond 16: the command has it"
-best "a width that tp does not divide" '^ +1 +4 ' --ffn 14337 --gpus 4 --batch-tokens 4K
+best "a width that tp does not divide" '^ +1 +4 .* exposed dp: larger mbs, or pp$' --ffn 14337 --gpus 4 --batch-tokens 4K
 best "rows of experts that tp does not divide" '^ +1 ' --model mixtral-8x7b --seq 4097 --batch-tokens 4097 \
     --gpus 8 --layers 8
-best "nodes of one GPU" '^ +1 +1 +8 +1 ' --gpus 8 --batch-tokens 32K --gpus-per-node 1
+best "nodes of one GPU" '^ +1 +1 +8 +1 .* bubble: more micro-batches$' --gpus 8 --batch-tokens 32K --gpus-per-node 1
 grep -q 'train_5d .* --gpus-per-node 1 ' "$out"
 report $? "a search: nodes of one GPU: the command names them"
 agrees "nodes of one GPU: the command has ZB-H1, and all else"
-best "experts and chunks" '^ .* 1f1b/' --model mixtral-8x7b --layers 16 --gpus 16 --batch-tokens 1M
+best "experts and chunks" '^ .* 1f1b/.* exposed tp, cp, ep: less of it$' --model mixtral-8x7b --layers 16 --gpus 16 --batch-tokens 1M
 agrees "experts and chunks: the command has them"
+best "a number of layers that chunks do not divide" '^ +1 +1 +5 .* 1f1b .* bubble: more micro-batches$' \
+    --model mixtral-8x7b --layers 5 --gpus 5 --gpus-per-node 1 --batch-tokens 64K
+agrees "a number of layers that chunks do not divide: the command has 1F1B"
 best "another machine" '^ ' --gpus 4 --layers 4 --batch-tokens 64K --machine dgx-a100
 grep -q 'train_5d .* --machine dgx-a100' "$out"
 report $? "a search: another machine: the command names it"
