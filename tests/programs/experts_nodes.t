@@ -38,6 +38,10 @@ hops "cp 2, zero 3" --ranks 4 $of_2 --cp 2 --seq 32 --zero 3 --context all-gathe
 verdict='--ep 1 splits nothing' hops "tp 2, ep 1: one node without exchange" --ranks 2 --ep 1 --tp 2 --sp --seq 30 --grad-acc 1
 hops "pp 2, zero 3" --ranks 8 $of_2 --pp 2 --zero 3 --grad-acc 3
 hops "f32" --ranks 4 $of_2 --dtype f32 --grad-acc 1
+verdict='held-out loss'
+passes "2 nodes of 1, an evaluation's rows are not among those sent in a step" node_limited_routing --no-check \
+    --layers 1 --steps 2 --eval-every 1 --sample 0 --ranks 2 --ep 2 --gpus-per-node 1
+verdict=''
 if wanted "4 nodes of 1, one expert for each token, a dry run"; then
     # Of a rank's 64 tokens 48 cross, each once whatever --groups-kept allows:
     # 4 ranks x (48 x (4 h B + 4 k + 2 w k) + 36 B of counts)

@@ -489,6 +489,29 @@ static void the_balancing_losses_reach_what_led_to_the_router(void **state) {
     case_free(&c, &moe);
 }
 
+// Beside bf16 a router's logits are f32: in 16 bits, experts would tie that do not.
+static void logits_are_not_rounded_to_16_bits(void **state) {
+    (void)state;
+    Case c = case_new("experts=5 top-k=2 dtype=bf16", &moe, RECOMPUTE_NONE);
+    MicroBatch micro = micro_batch(&c, 0);
+    model_forward(c.model, &micro);
+    Tensor logits = ((MoeKept *)micro.block[0].mlp.more)->logits,
+           narrow = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(14, 5)),
+           rounded = tensor_like(MEMORY_ACTIVATION, logits);
+    op_copy(narrow, logits);
+    op_copy(rounded, narrow);
+    double exact[14 * 5], coarse[14 * 5];
+    tensor_to_doubles(exact, logits);
+    tensor_to_doubles(coarse, rounded);
+    int finer = 0;
+    for (int i = 0; i < 14 * 5; i++) finer += exact[i] != coarse[i];
+    if (finer < 35) fail_msg("%d of 70 logits have more bits than bf16", finer);
+    tensor_free(&narrow);
+    tensor_free(&rounded);
+    micro_batch_free(c.model, &micro);
+    case_free(&c, &moe);
+}
+
 // A layer's router takes that layer's biases, and a layer's biases move by what that layer's experts got.
 static void each_layer_has_biases_of_its_own(void **state) {
     (void)state;
@@ -498,8 +521,9 @@ static void each_layer_has_biases_of_its_own(void **state) {
     Model *m = c.model;
     const int64_t e = c.config.experts, k = c.config.top_k;
     double bias[2][5];
-    for (int step = 0; step < 2; step++) {
-        MicroBatch micro = micro_batch(&c, 0);
+    for (int step = 0; step < 3; step++) {  // the last: an evaluation
+        MicroBatch micro =
+            micro_batch_new(m, step == 2 ? -1 : 0, c.config.micro_batch, c.tokens, c.tokens, 0.05);
         int64_t own[2][5];
         model_begin_step(m, 1);
         model_forward(m, &micro);
@@ -510,7 +534,7 @@ static void each_layer_has_biases_of_its_own(void **state) {
             int32_t chosen[14 * 2];
             tensor_to_doubles(logits, kept->logits);
             tensor_to_host(chosen, kept->chosen);
-            for (int64_t t = 0; t < 14 && step == 1; t++)
+            for (int64_t t = 0; t < 14 && step >= 1; t++)
                 for (int64_t i = 0; i < e; i++) {
                     int32_t last = chosen[t * k + k - 1];
                     bool took = i == chosen[t * k] || i == last;
@@ -521,9 +545,9 @@ static void each_layer_has_biases_of_its_own(void **state) {
                             layer, (int)t, (int)last, (int)i);
                 }
         }
-        model_backward(m, &micro);
+        if (step == 0) model_backward(m, &micro);
         micro_batch_free(m, &micro);
-        m->sockets.step.accept(m->sockets.step.context, m, 1);
+        if (step == 0) m->sockets.step.accept(m->sockets.step.context, m, 1);
         for (int layer = 0; layer < 2 && step == 0; layer++) {
             Moe *routed = c.plug;
             tensor_to_doubles(bias[layer], routed->balance.bias(routed->balance.context, layer));
@@ -647,6 +671,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(parameters_are_counted),
         cmocka_unit_test(balance_is_a_mean_over_the_sequences_of_the_batch),
         cmocka_unit_test(the_balancing_losses_reach_what_led_to_the_router),
+        cmocka_unit_test(logits_are_not_rounded_to_16_bits),
         cmocka_unit_test(each_layer_has_biases_of_its_own),
         cmocka_unit_test(balance_refuses_parts_of_sequences),
         cmocka_unit_test(a_choice_that_differs_is_measured),
