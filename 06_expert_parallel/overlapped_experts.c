@@ -242,13 +242,23 @@ static void unplug(Model *m, void *context) {
     free(o);
 }
 
+static bool has_pairs(const Config *c) {
+    double kind = config_number(c, "schedule");
+    if (!config_text(c, "load")) return kind == DUALPIPE || kind == DUALPIPE_V;
+    Schedule s = pipeline_schedule(c);
+    bool pairs = false;
+    for (int r = 0; r < s.ranks; r++)
+        for (int i = 0; i < s.list[r].count; i++) pairs = pairs || s.list[r].action[i].passes == 2;
+    schedule_free(&s);
+    return pairs;
+}
+
 static void check(const Config *c) {
     CHECK(
         c->pp > 1 || config_number(c, "zero") < 3,
         "--zero 3 frees a unit's weights after one micro-batch's pass, while the other one may still need "
         "them; --zero 2 would fit, or --pp, with which weights are gathered once a step");
-    double schedule = config_number(c, "schedule");
-    CHECK(c->pp == 1 || config_text(c, "load") || schedule == DUALPIPE || schedule == DUALPIPE_V,
+    CHECK(c->pp == 1 || has_pairs(c),
           "--pp %ld: two micro-batches are in flight where a forward and a backward run as a pair; "
           "--schedule dualpipe or dualpipe_v would fit, or --pp 1",
           c->pp);

@@ -97,6 +97,10 @@ if wanted "overlapped, a single pair of DualPipe, the parts of its step"; then  
     report $? "overlapped, a single pair of DualPipe, its schedule loaded: the same tables"
 fi
 refused "--schedule dualpipe or dualpipe_v would fit" overlapped_experts --pp 2 --ep 2 --schedule afab
+run "$build/../05_pipeline_parallel/schedule" --schedule afab --stages 2 --micro-batches 4 --dump &&
+    cp "$out" "$work/afab"
+refused "a forward and a backward run as a pair; --schedule dualpipe" overlapped_experts --pp 2 --ep 2 \
+    --grad-acc 4 --load "$work/afab"
 refused "--zero 3 frees a unit's weights after one micro-batch's pass" overlapped_experts --zero 3
 
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \
