@@ -115,7 +115,8 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
     const struct {
         int64_t b, s, a, kv;
         double scale;
-    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, longest, 3, 3, 1}};
+    } cases[] = {
+        {1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {2, 3, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, longest, 3, 3, 1}};
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;

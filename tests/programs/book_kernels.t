@@ -49,7 +49,7 @@ passes "in bf16" 03_tensor_parallel/tensor_parallel --ranks 2 $tiny --dtype bf16
 all_taken
 report $? "in bf16: all calls"
 passes "in fp16, heads of 128" 04_context_parallel/ring_attention --ranks 2 \
-    ${tiny/size 64/size 128} --dtype f16 --steps 1 --seq 66 --kernels book
+    ${tiny/size 64/size 128} --dtype f16 --steps 2 --seq 66 --kernels book --optimizer adamw --lr 0.01
 all_taken
 report $? "in fp16: all calls"
 passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attention --ranks 2 $tiny \

@@ -36,6 +36,7 @@ hops "2 nodes, two copies, zero 2, full" --ranks 8 $of_2 --zero 2 --recompute fu
 hops "tp 2, ep 8, zero 1" --tp 2 --sp --seq 24 --zero 1
 hops "cp 2, zero 3" --ranks 4 $of_2 --cp 2 --seq 32 --zero 3 --context all-gather
 verdict='--ep 1 splits nothing' hops "tp 2, ep 1: one node without exchange" --ranks 2 --ep 1 --tp 2 --sp --seq 30 --grad-acc 1
+verdict='--ep 1 splits nothing' hops "ep 1 of 2 ranks, full" --ranks 2 --ep 1 --recompute full --grad-acc 1
 hops "pp 2, zero 3" --ranks 8 $of_2 --pp 2 --zero 3 --grad-acc 3
 hops "f32" --ranks 4 $of_2 --dtype f32 --grad-acc 1
 verdict='held-out loss'

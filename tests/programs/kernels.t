@@ -27,6 +27,17 @@ for source in $(grep -l '^int main' 07_kernels/*.cu); do
     ! grep -q '^PASS' "$out" || cp "$out" "$work/$name.txt"
 done
 passes "on an A100" 07_kernels/vector_add --gpu a100
+if wanted "on an A100: and modelled as one"; then
+    run "$build/07_kernels/vector_add" --gpu a100 --json "$work/a100.json" &&
+        grep -q '^modelled on an NVIDIA A100 ' "$out" && python3 - "$out" "$work/a100.json" <<'PYTHON'
+import json, re, sys
+numbers = json.load(open(sys.argv[2]))['numbers']['one a thread']
+row = re.search(r'^one a thread +([0-9.]+) ', open(sys.argv[1]).read(), re.M)
+assert '%.4g' % (1e3 * numbers['modelled']['value']) == row.group(1) and numbers['modelled']['unit'] == 's'
+assert numbers['load_requests']['value'] == 2 * 67108864 / 32  # a warp's, of a and b
+PYTHON
+    report $? "on an A100: and modelled as one, in --json in seconds"
+fi
 of_64() { passes "$1" 07_kernels/"$2" --head-size 64 --json "$work/$2.64.json"; }
 # The first version's heads of 64 are the runs of exercises, in which exercises.t demands that it passes.
 of_64 "heads of 64, second version" flash_attention_2
@@ -57,6 +68,7 @@ shows() {
     grep -qE -- "$3" "$work/$2.txt"
     report $? "$1"
 }
+shows "two arrays in shared memory leave room for half of the warps" tiling "^A B', swizzled .* 50% +[0-9]"
 shows "by x takes 33 sectors a step, in 2 requests" coalescing '^matmul by x .* 16\.5 '
 shows "by y takes 5" coalescing '^matmul by y .* 2\.5 '
 shows "a strided copy takes 32 sectors a request" coalescing '^copy, strided .* 32 '

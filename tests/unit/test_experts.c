@@ -532,6 +532,37 @@ static void no_such_row_backward(void) {
                         tensor(F32, 3, 2));
 }
 
+static Tensor one_choice_of_9(void) {
+    Array chosen = array_new(I32, 4, 1, 1);
+    chosen.x[3] = 9;
+    array_write(&chosen);
+    return chosen.t;
+}
+static void no_such_expert_backward(void) {
+    op_route_backward(tensor(F32, 4, 9), tensor(F32, 4, 1), tensor(F32, 4, 1), one_choice_of_9(),
+                      tensor(F32, 4, 9), softmax);
+}
+static void no_such_expert_of_a_capacity(void) {
+    op_route_capacity(tensor(I32, 4, 1), one_choice_of_9(), 2, 9, 1);
+}
+static void no_such_expert_of_a_node(void) { op_route_nodes(tensor(I32, 4, 1), one_choice_of_9(), 3, 3); }
+static void no_such_expert_of_balance(void) {
+    op_route_balance(tensor(F32, 1, 4), tensor(F32, 4, 9), tensor(F32, 4, 9), one_choice_of_9(), 2,
+                     (BalanceRule){1, 0, 1}, softmax);
+}
+static void narrow_logits_backward(void) {
+    op_route_backward(tensor(BF16, 3, 4), tensor(BF16, 3, 2), tensor(BF16, 3, 2), tensor(I32, 3, 2),
+                      tensor(BF16, 3, 4), softmax);
+}
+static void narrow_logits_of_balance(void) {
+    op_route_balance(tensor(BF16, 1, 3), tensor(BF16, 3, 4), tensor(BF16, 3, 4), tensor(I32, 3, 2), 3,
+                     (BalanceRule){1, 0, 1}, softmax);
+}
+static void no_room(void) { op_route_capacity(tensor(I32, 4, 1), array_new(I32, 4, 1, 1).t, 2, 4, 0); }
+static void experts_below_zero(void) {
+    op_route_within(tensor(I32, 4, 1), array_new(I32, 4, 1, 1).t, -1, 2);
+}
+
 static void call_and_wait(void *call) {
     call_function(call);
     tensor_to_host(&(float){0}, tensor(F32, 1, 1));  // what a GPU has found is reported by the next wait
@@ -553,6 +584,17 @@ static void wrong_choices_are_refused(void **state) {
     assert_refused(too_many_nodes, "route_nodes: token 0 goes to 3 nodes, and 2 would fit");
     assert_refused(more_experts_than_kept_groups_have, "route_forward: 3 of 4 experts, in 1 of 2 groups");
     assert_refused(more_groups_than_bits, "in 2 of 128 groups of equal size, at most 64");
+    assert_refused(no_such_expert_backward, "route_backward: number 3 of the choices is 9, not in [0, 9)");
+    assert_refused(no_such_expert_of_a_capacity,
+                   "route_capacity: number 3 of the choices is 9, not in [0, 9)");
+    assert_refused(no_such_expert_of_a_node, "route_nodes: number 3 of the choices is 9, not in [0, 9)");
+    assert_refused(no_such_expert_of_balance, "route_balance: number 3 of the choices is 9, not in [0, 9)");
+    assert_refused(narrow_logits_backward,
+                   "route_backward: logits is (3, 4) bf16; routing is in f32 or f64");
+    assert_refused(narrow_logits_of_balance,
+                   "route_balance: logits is (3, 4) bf16; routing is in f32 or f64");
+    assert_refused(no_room, "route_capacity: 4 experts have room for 0 pairs");
+    assert_refused(experts_below_zero, "route_within: 2 experts from number -1 on");
     assert_refused(no_scale, "route_forward: the weights' scale is 0");
     assert_refused(no_whole_sequences, "route_capacity: 3 tokens are no sequences of 2");
     assert_refused(z_of_sigmoids, "route_balance: the z-loss is of a softmax; with sigmoids z is 0");

@@ -520,6 +520,102 @@ static void codes_match_by_hopper(void **state) {
     }
 }
 
+// Scales of amax that the random numbers above do not have, in every kind of codes and by either rule.
+static void scales_match(void **state) {
+    (void)state;
+    const Doubles amax = {0, 1e-45, 0x1p-126, 0x1p-118, 1, 448, 57344, 65504, 3e38, INFINITY, NAN};
+    const int64_t count = (int64_t)amax.size();
+    for (DType kind : {E4M3, E5M2, F16})
+        for (ScaleRule rule : {SCALE_REAL, SCALE_POWER_OF_TWO}) {
+            const std::vector<float> from(amax.begin(), amax.end());
+            std::vector<float> scale(from.size());
+            const Device most(F32, amax), to(F32, count);
+            kernel_tile_scale(scale.data(), from.data(), kind, rule, count);
+            cuda_kernel_tile_scale((float *)to.at, (const float *)most.at, kind, rule, count);
+            assert_same("tile_scale", to, Doubles(scale.begin(), scale.end()));
+        }
+}
+
+// Rows and codes that begin unaligned, and matrices of less than a pack.
+static void codes_match_anywhere(void **state) {
+    (void)state;
+    for (int how = 0; how < 16; how++) {
+        const int64_t rows = how < 8 ? 3 : 1, columns = how < 8 ? 64 : 3, count = rows * columns;
+        const DType dtype = all_dtypes[how % 4];
+        const Doubles x = random_numbers(dtype, count, 3);
+        std::vector<unsigned char> stored((size_t)count * dtype_size(dtype));
+        dtype_convert(stored.data(), dtype, x.data(), F64, count);
+        for (int shift = 0; shift < 4; shift++) {
+            float amax = 0, scale;
+            std::vector<uint8_t> codes((size_t)count);
+            kernel_tile_amax(dtype, &amax, stored.data(), rows, columns, false, {0, 0});
+            kernel_tile_scale(&scale, &amax, E4M3, SCALE_REAL, 1);
+            kernel_encode(E4M3, codes.data(), dtype, stored.data(), &scale, rows, columns, false, {0, 0});
+            const Device from(dtype, x, shift & 1), to(E4M3, count, shift / 2), most(F32, Doubles(1)),
+                by(F32, Doubles(1, scale));
+            cuda_kernel_tile_amax(dtype, (float *)most.at, from.at, rows, columns, false, {0, 0});
+            cuda_kernel_encode(E4M3, (uint8_t *)to.at, dtype, from.at, (const float *)by.at, rows, columns,
+                               false, {0, 0});
+            Doubles want((size_t)count);
+            dtype_convert(want.data(), F64, codes.data(), E4M3, count);
+            assert_same("tile_amax", most, Doubles(1, amax));
+            assert_same("encode", to, want);
+        }
+    }
+}
+
+// More elements than the threads of the largest grid.
+static void loops_reach_the_end(void **state) {
+    (void)state;
+    constexpr int64_t COUNT = (1 << 14) * 256 + 300;
+    const RandomPlace place = {3ull << 32 | 5, 7, 5, 0, COUNT, 0, COUNT};
+    std::vector<float> x((size_t)COUNT, 1.001f);
+    std::vector<uint16_t> codes((size_t)COUNT), got((size_t)COUNT);
+    float *from = (float *)cuda_backend_alloc((size_t)COUNT * 4);
+    uint16_t *to = (uint16_t *)cuda_backend_alloc((size_t)COUNT * 2);
+    cuda_backend_from_host(from, x.data(), (size_t)COUNT * 4);
+    kernel_round_stochastic(codes.data(), x.data(), place, COUNT);
+    cuda_kernel_round_stochastic(to, from, place, COUNT);
+    cuda_backend_to_host(got.data(), to, (size_t)COUNT * 2);
+    assert_memory_equal(got.data(), codes.data(), (size_t)COUNT * 2);
+    float one = 3, *scale = (float *)cuda_backend_alloc(4);
+    cuda_backend_from_host(scale, &one, 4);
+    uint8_t *c = (uint8_t *)cuda_backend_alloc((size_t)COUNT);
+    std::vector<uint8_t> in((size_t)COUNT, 0x38);
+    cuda_backend_from_host(c, in.data(), (size_t)COUNT);
+    cuda_kernel_decode(F32, from, E4M3, c, scale, 1, COUNT, {0, 0});
+    cuda_backend_to_host(x.data(), from, (size_t)COUNT * 4);
+    for (float y : x)
+        if (y != 3) fail_msg("decode: %g", y);
+}
+
+// What chapter 07's kernel cannot multiply it declines.
+static void what_hopper_does_not_serve_is_declined(void **) {
+    constexpr int64_t N = 16, K = 256;
+    const Device a(E4M3, Doubles(N * K)), b(E4M3, Doubles(N * K)), scale(F32, Doubles(N * K)),
+        c(F64, Doubles(N * N));
+    const KernelCodes x = {E4M3, (uint8_t *)a.at, (float *)scale.at, 1, 128},
+                      y = {E4M3, (uint8_t *)b.at, (float *)scale.at, 128, 128};
+    const auto taken = [&](DType dtype, KernelCodes left, KernelCodes right, int64_t k, int64_t segment) {
+        return matmul_codes_linked(dtype, c.at, left, right, N, N, k, segment, 0, 0);
+    };
+    const auto with = [](KernelCodes z, DType dtype, int64_t rows, int shift) {
+        z.dtype = dtype, z.rows = rows, z.codes += shift;
+        return z;
+    };
+    if (cuda_on_cpu_order) assert_true(taken(F32, x, y, K, 128));
+    for (DType dtype : {F16, F64}) assert_false(taken(dtype, x, y, K, 128));
+    assert_false(taken(F32, with(x, E5M2, 1, 0), y, K, 128));
+    assert_false(taken(F32, x, with(y, E5M2, 128, 0), K, 128));
+    assert_false(taken(F32, with(x, E4M3, 128, 0), y, K, 128));
+    assert_false(taken(F32, x, with(y, E4M3, 16, 0), K, 128));
+    assert_false(taken(F32, with(x, E4M3, 1, 1), y, K - 16, 128));
+    assert_false(taken(F32, x, with(y, E4M3, 128, 1), K - 16, 128));
+    assert_false(taken(F32, x, y, K - 8, 128));
+    assert_false(taken(F32, x, y, K, 64));
+    assert_false(taken(F32, x, y, K, K));
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cmocka_set_message_output(CM_OUTPUT_TAP);
@@ -536,10 +632,14 @@ int main(int argc, char **argv) {
         cmocka_unit_test(matmul_matches),
         cmocka_unit_test(random_rounding_matches),
         cmocka_unit_test(codes_match),
+        cmocka_unit_test(scales_match),
+        cmocka_unit_test(codes_match_anywhere),
+        cmocka_unit_test(loops_reach_the_end),
         cmocka_unit_test(float16_with_scales_matches),
         cmocka_unit_test(amax_takes_few_atomics),
         cmocka_unit_test(codes_match_by_cublaslt),
         cmocka_unit_test(codes_match_by_hopper),
+        cmocka_unit_test(what_hopper_does_not_serve_is_declined),
     };
     return cmocka_run_group_tests_name("ops_cuda", tests, NULL, NULL);
 }

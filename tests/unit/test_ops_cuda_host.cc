@@ -3,6 +3,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <memory>
+
 #include "both_backends.h"
 #include "fatal.h"
 #include "tensor/kernel_table.h"
@@ -339,6 +341,32 @@ static void amax_has_all_of_its_tile(void **) {
     }
 }
 
+// The book's kernels take packs only where every array begins at a multiple of 16 bytes: here one of them,
+// the `odd`-th, does not. A pack that is not aligned ends the run.
+static void one_array_begins_anywhere(void **) {
+    constexpr int64_t N = 2, H = 64;
+    const KernelTable *book = kernel_table_linked();
+    for (DType dtype : {BF16, F16})
+        for (int odd = 0; odd < 8; odd++) {
+            const auto x = [&](int i, int64_t count) {
+                return std::unique_ptr<Device>(new Device(dtype, Doubles((size_t)count, 0.5), i == odd));
+            };
+            const auto a = x(0, N * H), b = x(1, N * H), c = x(2, N * H), d = x(3, N * H), e = x(4, N * H),
+                       w = x(5, H);
+            Device rstd(F32, Doubles(N, 2)), dw(F32, Doubles(H)),
+                left(dtype, Doubles(64 * 64, 0.5), odd == 0), right(dtype, Doubles(64 * 64, 0.5), odd == 1),
+                out(dtype, 64 * 64, odd == 2);
+            assert_true(book->swiglu_forward(dtype, a->at, b->at, c->at, N * H));
+            assert_same("swiglu", *a, Doubles(N * H, rounded(dtype, {0.25 / (1 + exp(-0.5))})[0]));
+            assert_true(book->swiglu_backward(dtype, a->at, b->at, c->at, d->at, e->at, N * H));
+            assert_true(book->rmsnorm_forward(dtype, a->at, rstd.at, c->at, w->at, N, H, 1e-5));
+            assert_true(book->rmsnorm_backward(dtype, a->at, F32, dw.at, b->at, c->at, d->at, w->at,
+                                               rstd.at, N, H));
+            assert_true(book->matmul(dtype, dtype, out.at, left.at, right.at, 64, 64, 64, false, false, 0));
+            assert_same("matmul", out, Doubles(64 * 64, 16));
+        }
+}
+
 int main(int argc, char **argv) {
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
@@ -352,6 +380,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
         cmocka_unit_test(what_does_not_fit_into_shared_memory_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
+        cmocka_unit_test(one_array_begins_anywhere),
         cmocka_unit_test(transposed_products_load_whole_sectors),
         cmocka_unit_test(codes_move_whole_sectors),
         cmocka_unit_test(amax_has_all_of_its_tile),
