@@ -68,7 +68,7 @@ shows() {
     grep -qE -- "$3" "$work/$2.txt"
     report $? "$1"
 }
-shows "two arrays in shared memory leave room for half of the warps" tiling "^A B', swizzled .* 50% +[0-9]"
+shows "a row in shared memory leaves room for half of the warps" fused_norm '^fused .* 50% +[0-9]'
 shows "by x takes 33 sectors a step, in 2 requests" coalescing '^matmul by x .* 16\.5 '
 shows "by y takes 5" coalescing '^matmul by y .* 2\.5 '
 shows "a strided copy takes 32 sectors a request" coalescing '^copy, strided .* 32 '
