@@ -136,29 +136,42 @@ static int64_t shape_count(int dims, const int64_t *shape) {
     return count;
 }
 
+// A freed storage has no references. It is taken for another tensor only after KEPT others, so that a use of
+// it after tensor_free is noticed.
+static struct {
+    Storage *oldest, *newest;
+    int count;
+} retired;
+
+static Storage *storage_new(void) {
+    enum { KEPT = 256 };
+    if (retired.count <= KEPT) return host_alloc(sizeof(Storage));
+    Storage *storage = retired.oldest;
+    retired.oldest = storage->next;
+    retired.count--;
+    return storage;
+}
+
+static void storage_retire(Storage *storage) {
+    storage->next = NULL;
+    if (retired.count++) retired.newest->next = storage;
+    else retired.oldest = storage;
+    retired.newest = storage;
+}
+
 Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape) {
     Tensor t = {.dtype = dtype, .dims = dims};
     int64_t bytes;
     CHECK(!__builtin_mul_overflow(shape_count(dims, shape), (int64_t)dtype_size(dtype), &bytes),
           "a tensor has more bytes than 64 bits count");
     memcpy(t.shape, shape, dims * sizeof *shape);
-    t.storage = host_alloc(sizeof *t.storage);
+    t.storage = storage_new();
     *t.storage =
         (Storage){.memory = device_alloc(kind, bytes), .bytes = bytes, .kind = kind, .references = 1};
     return t;
 }
 
 Tensor tensor_like(MemoryKind kind, Tensor t) { return tensor_new(kind, t.dtype, t.dims, t.shape); }
-
-// A freed storage is kept for a while, with no references, so that a use of it after tensor_free is noticed.
-static void storage_retire(Storage *storage) {
-    enum { KEPT = 4096 };
-    static Storage *retired[KEPT];
-    static int oldest;
-    free(retired[oldest]);
-    retired[oldest] = storage;
-    oldest = (oldest + 1) % KEPT;
-}
 
 static void check_not_freed(Tensor t) {
     CHECK(!t.storage || t.storage->references > 0,

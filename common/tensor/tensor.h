@@ -94,12 +94,14 @@ void device_free(MemoryKind kind, void *memory, size_t bytes);
 int64_t device_reads(void);
 
 // ---- tensors ----
-typedef struct Storage {  // one allocation, shared by counted references
+typedef struct Storage Storage;
+struct Storage {  // one allocation, shared by counted references
     void *memory;
     size_t bytes;
     MemoryKind kind;
     int references, in_flight;  // in_flight: requests that use it (in_flight.h)
-} Storage;
+    Storage *next;              // of those that are freed
+};
 
 enum { MAX_DIMS = 4 };
 

@@ -361,10 +361,11 @@ my @advice = (
         'It was stopped because it took too much time, memory or output: probably a loop does not end.'],
     [qr/and no verdict|no rank has said why/, 'end',
         'The program ended before its proof was complete: does the function call exit?'],
+    [qr/is used after tensor_free/, 'freed',
+        'A tensor is freed twice, or used after its owner has freed it: a function that returns the tensor x '
+        . 'that it was given returns tensor_share(x), as the caller frees both.'],
     [qr/signal 11|signal 7|SIGSEGV|SIGBUS|signal 6|SIGABRT/, 'crash',
-        'It uses a pointer or an index that is not valid, or frees a tensor twice: a function that returns '
-        . 'the tensor x that it was given returns tensor_share(x), as the caller frees both. gdb shows '
-        . 'where, on the program in bin/.'],
+        'It uses a pointer or an index that is not valid. gdb shows where, on the program in bin/.'],
     [qr/has died/, 'crash',
         'This rank ended without a message: because of an invalid pointer or index (gdb shows where, on '
         . 'the program in bin/), or because it took too much time or memory and was stopped.'],

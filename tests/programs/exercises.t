@@ -102,7 +102,7 @@ says whole 'predicted 6, measured 12, off by 6 all_reduce is called in place of 
 says doubled 'or added twice .* With --ranks 4, is the factor 4, or still 2'
 says longest 'chunks have [0-9]* to [0-9]*, and may differ by one'
 says leak 'leaves [0-9]* B of device memory behind'
-says borrowed 'signal 11 .* tensor_share(x)'
+says borrowed 'is used after tensor_free: .* tensor_share(x)'
 ! grep -lsa "471[3]" /proc/[0-9]*/cmdline >/dev/null
 report $? "what a submission has left behind is ended"
 
