@@ -169,8 +169,8 @@ static void show_sums(const char *data) {
 static void compare(Mesh mesh, const Config *config) {
     (void)mesh;
     if (config_number(config, "proof-only")) return;
-    show_vanishing_updates(config->data);
-    show_sums(config->data);
+    show_vanishing_updates(small_text(config));
+    show_sums(small_text(config));
     report_note("updates below half a step vanish");
 }
 

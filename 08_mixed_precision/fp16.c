@@ -290,9 +290,9 @@ static void show_overflow(Mesh mesh, const Config *config) {
 static void compare(Mesh mesh, const Config *config) {
     show_overflow(mesh, config);
     if (config_number(config, "proof-only")) return;
-    show_masters(config->data);
-    show_scaling(config->data);
-    show_sums(config->data);
+    show_masters(small_text(config));
+    show_scaling(small_text(config));
+    show_sums(small_text(config));
     report_note("each trick fixes its own failure");
 }
 

@@ -240,7 +240,7 @@ static void check_typed(Mesh mesh, const Config *config) {
 
 static void more(Mesh mesh, const Config *config) {
     if (config_number(config, "proof-only")) return;
-    fp8_tables(config->data);
+    fp8_tables(small_text(config));
     fp8_training(mesh, config);
     fp8_outliers(mesh.world);
 }

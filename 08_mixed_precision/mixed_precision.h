@@ -65,7 +65,7 @@ double fp8_state_bytes(const Fp8State *state);  // of scales, on this rank
 extern const Codec fp8_codec, fp8_gradient_codec;  // e4m3 and e5m2, a scale for each 128
 
 // recipe_tables.c: outliers, long sums, bytes per parameter
-void fp8_tables(const char *data);  // of --data
+void fp8_tables(const char *data);  // small_text
 // recipe_training.c: losses, casts, 8 bits in flight, learning rates
 void fp8_training(Mesh mesh, const Config *config);
 extern const Technique *const fp8_one_device[];
@@ -84,8 +84,10 @@ bool fp8_is_off(double off, double error);
 
 // ---- recipe_runs.c: runs on one device, for the tables of this chapter ----
 
-// data: --data; more: flags as config_default takes them, the last one counts
+// data: small_text; more: flags as config_default takes them, the last one counts
 Config small_model(const char *data, const char *more);
+// --data, unless it has tokens beyond the 256 of these models: then NULL, the default text.
+const char *small_text(const Config *config);
 
 typedef struct Run {
     double last;           // mean loss of the last tenth of the steps

@@ -18,6 +18,8 @@ Config small_model(const char *data, const char *more) {
     return c;
 }
 
+const char *small_text(const Config *config) { return config->vocab == 256 ? config->data : NULL; }
+
 Run run_of(const Config *config, Techniques techniques) {
     Trainer *t = trainer_new(config, mesh_single(), techniques);
     Run run = {.last = 0};

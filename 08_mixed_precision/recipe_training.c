@@ -155,9 +155,9 @@ static void show_rates(const char *file, const char *data) {
 
 void fp8_training(Mesh mesh, const Config *config) {
     const char *curves = config_text(config, "curves");
-    show_casts(config->data);
-    show_losses(mesh.world, config->data);
-    show_wire(mesh, config->data);
-    if (curves) show_rates(curves, config->data);
+    show_casts(small_text(config));
+    show_losses(mesh.world, small_text(config));
+    show_wire(mesh, small_text(config));
+    if (curves) show_rates(curves, small_text(config));
     if (config_number(config, "long")) fp8_convergence(mesh, config);
 }
