@@ -10,7 +10,35 @@ program=08_mixed_precision/fp8
 one="--proof-only --layers 1"
 verdict='.*reassociated'
 
-passes "the tables of one device" $program
+passes "the tables of one device" $program --json "$work/tables.json"
+if wanted "the tables of one device are those of --json"; then
+    python3 - "$out" "$work/tables.json" <<'END' 2>"$err"
+import json, re, sys
+out, n = open(sys.argv[1]).read(), json.load(open(sys.argv[2]))['numbers']
+part = lambda title: re.search(title + r'.*?\n((?:  .*\n)+)', out)[1]
+row = lambda title, name: re.search(r'^  %s  +(.*)$' % re.escape(name), part(title), re.M)[1].split()
+n = {table: {name: x['value'] for name, x in n[table].items()} for table in n}
+losses = n['last losses']
+assert len(losses) == 8
+for name, loss in losses.items():
+    a, off = row('160 steps of a small', name)
+    assert abs(float(a) - loss) < 6e-5 and abs(float(off[:-1]) - 100 * (loss / losses['bf16'] - 1)) < 6e-3, name
+for name, off in n['an outlier of 2^20'].items():
+    assert abs(float(row('steps with one channel', name)[2][:-1]) - 100 * off) < 6e-3, name
+for i, k in (2, '4096'), (4, '16384'):
+    for name, error in n['sums of ' + k].items():
+        assert abs(float(row('Sums of products', name)[i]) / error - 1) < 0.06, (k, name)
+for i, (name, error) in enumerate(n['outliers of 1e5'].items()):
+    assert abs(float(row('x W.T of 512', name)[2]) - error) < 6e-5, name
+bytes = n["ZeRO-3's all-gathers"]
+units = {'kB': 1e3, 'MB': 1e6}
+for bits in bytes:
+    shown = row('ZeRO-3 of deepseek', bits)
+    assert abs(float(shown[0]) * units[shown[1]] / bytes[bits] - 1) < 6e-3, bits
+assert max(bytes.values()) < 3 * 2 * 20000 * 2, bytes  # of one step: two gathers of weights of 2 bytes
+END
+    report $? "the tables of one device are those of --json"
+fi
 passes "delayed: tp 2 x dp 2, --sp, recomputed" $program $one --ranks 4 --tp 2 --sp --recompute full
 passes "delayed: cp 2 x dp 2" $program $one --ranks 4 --cp 2
 passes "delayed: ep 2 x dp 2, recomputed, auxiliary loss" $program $one --ranks 4 --ep 2 --experts 4 \
@@ -129,5 +157,27 @@ done
 refused "cast other experts, so their calls would not match: --fp8 te-delayed would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2
 refused "rows are multiplied as they come" $program --fp8 te-current --tp 2 --sp --async-tp
+refused "ranks that copy a head would each round their part of its gradient; --tp 2 would fit" $program \
+    --tp 4 --heads 4 --kv-heads 2 --ranks 4
+refused "stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit" $program --fp8 nanotron \
+    --dtype f32
+refused "cast other experts, so their calls would not match: --fp8 te-delayed would fit" $program --fp8 te-current \
+    --ranks 4 --cp 2 --experts 4 --ep 2
+refused "an expert's scales would be of other tokens than on one device" $program --fp8 mxfp8 --fp8-tile 16 --experts 4 --cp 2 \
+    --ranks 2
+refused "8 columns of keys and 48 of the MLP do not divide into tiles of 16; --fp8-tile 8 would fit" $program \
+    --fp8 deepseek --tp 2 --fp8-tile 16
+refused "48 columns of keys and 20 of the MLP do not divide into tiles of 16; --fp8-tile 4 would fit" $program \
+    --fp8 deepseek --tp 2 --kv-heads 6 --head-size 16 --ffn 40 --fp8-tile 16
+passes "experts, whole on each rank of tp: their width need not divide" $program --no-check --dtype bf16 --steps 1 --layers 1 \
+    --sample 0 --fp8 deepseek --fp8-tile 8 --ranks 2 --tp 2 --sp --experts 2 --ffn 36
+refused "of the MLP do not divide into tiles of 32" $program --fp8 mxfp8 --tp 2
+passes "current: held-out losses between steps change nothing of what a step sends" $program --no-check --dtype bf16 \
+    --fp8 te-current --ranks 2 --tp 2 --layers 1 --steps 3 --eval-every 1 --sample 0 --lr 0.003
+passes "current: tp 2, of attention recomputed" $program $one --ranks 2 --tp 2 --fp8 te-current --recompute selective
+passes "float16 without a scale of the loss is saved with its histories" $program --no-check --dtype f16 --loss-scale none \
+    --save "$work/f16" --steps 1 --layers 1 --sample 0
+refused "a checkpoint holds either the histories of amax or the scale" $program --no-check --dtype f16 \
+    --resume "$work/f16" --steps 2
 passes "delayed: tp 2, rows in flight" $program $one --tp 2 --sp --async-tp
 finish

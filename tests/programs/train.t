@@ -82,6 +82,36 @@ report $? "writes a trace"
 # Held-out losses of steps that did not measure any are not numbers.
 grep -q 'null' "$work/a.json" && is_json "$work/a.json"
 report $? "writes JSON that any reader takes"
+
+# ---- what it prints, beside what it writes ----
+
+if wanted "what is printed is what is written, and both are right"; then
+    run "$train" ${small/--sample 0/--sample 8} --temperature 0 --steps 5 --eval-every 2 --micro-batch 3 --grad-acc 2 \
+        --recompute full --json "$work/c.json" && python3 - "$out" "$work/c.json" "$ULTRASCALE_DATA" <<'END' 2>"$err"
+import json, re, sys
+out, run, text = open(sys.argv[1]).read(), json.load(open(sys.argv[2])), open(sys.argv[3]).read()
+n, s = run['numbers'], run['series']
+steps = re.findall(r'^step (\d+)/5  loss ([\d.]+)  norm ([\d.]+)  lr (\S+)  ([\d.]+)k tok/s', out, re.M)
+assert [int(x[0]) for x in steps] == [1, 2, 3, 4, 5], steps
+near = lambda a, b, by: abs(float(a) - b) <= by
+for i, (_, loss, norm, lr, speed) in enumerate(steps):
+    assert near(loss, s['loss'][i], 6e-4) and near(norm, s['gradient norm'][i], 6e-3), i
+    assert near(lr, s['learning rate'][i], 0.06 * float(lr)), i
+    assert near(speed, 3 * 2 * 16 / s['step seconds'][i] / 1e3, 0.06), speed
+held = re.findall(r'^step (\d+)  held-out loss ([\d.]+)', out, re.M)
+assert [int(x[0]) for x in held] == [2, 4] and [i + 1 for i in range(5) if s['held-out loss'][i]] == [2, 4], held
+assert all(near(loss, s['held-out loss'][int(i) - 1], 6e-4) for i, loss in held)
+flops = int(re.search(r'FLOPs per step +predicted +(\d+)', out)[1])
+assert abs(n['throughput']['FLOPs per second']['value'] * sum(s['step seconds']) / (5 * flops) - 1) < 1e-9
+ms, mfu, hfu = map(float, re.search(r'^model clock.*: ([\d.]+) ms a step, MFU ([\d.]+)%, HFU ([\d.]+)%', out, re.M).groups())
+assert near(ms, 1e3 * n['model clock']['seconds per step']['value'], 6e-4) and mfu < hfu < 2 * mfu
+train, out_of = map(int, re.search(r'(\d+) tokens for training, (\d+) held out', out).groups())
+assert train + out_of == len(text) and out_of == len(text) // 10
+sample = re.search(r'the prompt ends at \|\):\n(.*?)\n\n?memory at its peak', out, re.S)[1]
+assert sample.split('|')[0] == text[train:train + 4] and len(sample.rstrip('\n')) <= 4 + 1 + 8, repr(sample)
+END
+    report $? "what is printed is what is written, and both are right"
+fi
 run "$train" $small --steps 1 --trace /dev/stdout && tail -n 1 "$out" | grep -q '^PASS train'
 report $? "the verdict is the last line, also behind a trace"
 

@@ -15,10 +15,32 @@ passes "the plan of dp 2, pp 2, tp 2, ZeRO-1, AdamW, then 20 steps beside one de
 grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communication, pp back"' \
     "$work/trace.json"
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
+grep -q '^  rank 7: peak of activations .*equal$' "$out" && grep -q '^  rank 7: peak of optimizer .*equal$' "$out"
+report $? "the plan of what each rank holds is held against the run, too"
+prints "the plan: each rank has a row" '0 0 0 0 0 0 E 0-1 140 kB 140 kB 140 kB 376 kB 263 kB 70.1 kB 70.1 kB 32.8 kB' \
+    '3 0 1 0 1 0 E 0-1 140 kB 140 kB 140 kB 376 kB 263 kB 70.1 kB 70.1 kB 32.8 kB' \
+    '4 1 0 0 0 0 2-3 H 141 kB 141 kB 141 kB 281 kB 263 kB 70.3 kB 70.3 kB 32.8 kB' \
+    '7 1 1 0 1 0 2-3 H 141 kB 141 kB 141 kB 281 kB 263 kB 70.3 kB 70.3 kB 32.8 kB'
+[ "$(grep -o '  loss of step [0-9]*' "$out" | awk '{ printf "%s ", $4 }')" = "1 5 10 15 20 " ]
+report $? "the plan, and 20 steps: five of them are shown, with the first and the last"
+passes "the plan of cp 2 without sharding: a stage has one layer" train_5d --dry-run --ranks 4 --dp 1 --pp 2 --cp 2 \
+    --tp 1 --layers 2 --zero 0
+prints "the plan of cp 2 without sharding: weights, gradients, AdamW's two moments" \
+    'rank pp dp cp tp ep layers weights gradients optimizer activations …' \
+    '0 0 0 0 0 0 E 0 140 kB 140 kB 280 kB …' \
+    '1 0 0 1 0 0 E 0 140 kB 140 kB 280 kB …' '3 1 0 1 0 0 1 H 140 kB 140 kB 280 kB …'
+# Of stages that wait for different times, the plan names the longest; a step takes what it takes on any rank.
+passes "the plan of unequal stages" train_5d --dry-run --model llama-3-8b --dtype bf16 --seq 2048 --ranks 4 --dp 1 --pp 4 \
+    --tp 1 --zero 0
+awk '/^  a step on / { step = $5; most = $13 } /^  step on / { own = $6 } /^    of it exposed/ { waits = $6 }
+    END { exit !(own > 0 && own <= step && step < 1.5 * own && waits > 0 && waits < most && most < step) }' "$out"
+report $? "the plan of unequal stages: the step is that of the slowest, and so is what is exposed"
 passes "calls that are trusted: the plan and the run have one clock" train_5d --shown 0 --steps 1 --layers 1 \
     --ranks 2 --dp 1 --pp 1 --tp 2 --trust-calls
 passes "bf16: 20 steps beside one device, within its error over as many" train_5d --shown 20 --steps 1 \
     --ranks 2 --layers 2 --pp 1 --tp 2 --dtype bf16
+awk '/^  loss of step/ { rows++; if ($5 != $6) differ++ } END { exit !(rows == 5 && differ) }' "$out"
+report $? "bf16: 20 steps beside one device: the losses of both are shown"
 if wanted "too many steps for their --lr"; then
     run "$build/train_5d" --ranks 2 --layers 1 --pp 1 --tp 1 --steps 1 --lr 300 --shown 60
     [ $status = 3 ] && grep -q '^UNPROVEN train_5d: at this --lr .* or fewer steps (--shown) can be judged$' "$out"
@@ -80,6 +102,10 @@ report $? "with a plan, held-out losses and a sample"
 refused "--fp8-wire: neither ZeRO-3's weights nor" train_5d --ranks 2 --dp 2 --pp 1 --tp 1 --dtype bf16 \
     --zero hybrid --shard-ranks 1 --fp8 nanotron --fp8-wire
 refused "there is one: leave it out, or give --tp 2" train_5d --ranks 4 --tp 1 --sp
+refused "--vocab-parallel shards the vocabulary over the ranks of --tp, and there is one: leave it out" train_5d \
+    --ranks 2 --pp 1 --tp 1 --vocab-parallel
+passes "experts: a loss of the router's logits alone" train_5d --ranks 2 --layers 1 --steps 1 --shown 0 --pp 1 --tp 1 \
+    --experts 4 --z-loss 0.1
 refused "there is one: leave it out, or give --ranks 6 --tp 2" train_5d --ranks 3 --pp 3 --tp 1 --sp
 odd="--ranks 2 --dp 2 --pp 1 --tp 1 --sp --hidden 24"
 refused "or give --ranks 6 --tp 3" train_5d $odd --heads 3 --kv-heads 3 --ffn 9
@@ -102,6 +128,18 @@ refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
 refused "--zero hybrid with --ep 2: the ranks that hold copies of an expert are not those" train_5d --tp 1 \
     --zero hybrid --experts 4 --ep 2
 
+passes "each method" five_d_methods --json "$work/methods.json"
+prints "each method: its row" 'DP 1 1 1 1 56.2 GB - - - 359 10' 'ZeRO-2 1 1/6.7 1/8.0 1 - 28.1 GB 14.1 GB - …' \
+    'ZeRO-3 1/4.6 1/6.7 1/8.0 1 - 28.1 GB 26.3 GB - …' \
+    '8 experts, DP and EP 8 1/5.9 1/5.9 1/5.9 1 16.8 GB - - 7.52 GB …' \
+    'weights and gradients sent in a step 54.4 GB 0 B'
+if wanted "each method: what it holds in --json"; then
+    python3 -c 'import json, sys
+n = json.load(open(sys.argv[1]))["numbers"]
+held = [n[m]["held at the peak"]["value"] for m in ("one device", "ZeRO-1", "ZeRO-3")]
+sys.exit(not held[0] > held[1] > held[2])' "$work/methods.json"
+    report $? "each method: what it holds in --json"
+fi
 passes "each method where messages take longer than what a stage computes" five_d_methods \
     --network-efficiency 0.005 --svg "$work/five_d.svg"
 grep -q "A stage's messages take 2 times as long as what it computes" "$out"

@@ -222,6 +222,8 @@ static void text_beyond_a_small_vocabulary(void **state) {
     EXPECT_REFUSAL(write_file("umlaut.txt", bytes, 1000), 128, 8, "umlaut.txt", "byte 200 at offset 17",
                    "--vocab 128", "--vocab 256");
     EXPECT_REFUSAL(write_file("umlaut.txt", bytes, 1000), 200, 8, "byte 200", "--vocab 200");
+    bytes[999] = 255;  // one more than the last that --vocab 255 has
+    EXPECT_REFUSAL(write_file("last.txt", bytes, 1000), 255, 8, "byte 255 at offset 999", "--vocab 255");
     static const int64_t vocab[] = {201, 256, 32000}, expected[] = {201, 256, 256};
     for (int i = 0; i < 3; i++) {
         Data data = data_open(in_folder("umlaut.txt"), vocab[i], 8);
@@ -229,6 +231,21 @@ static void text_beyond_a_small_vocabulary(void **state) {
         assert_int_equal(data.vocab, expected[i]);
         assert_int_equal(data.count, 1000);
         data_close(&data);
+    }
+}
+
+// Held-out tokens, too: a resumed run says whether it has other data.
+static void the_hash_is_of_every_token(void **state) {
+    (void)state;
+    uint8_t bytes[1000];
+    uint64_t hash[4];
+    for (int i = 0; i < 4; i++) {
+        memset(bytes, 'a', sizeof bytes);
+        if (i) bytes[i == 1 ? 0 : i == 2 ? 500 : 999] = 'b';
+        Data data = data_open(write_file("hashed.txt", bytes, 1000), 256, 8);
+        hash[i] = data_hash(&data);
+        data_close(&data);
+        for (int j = 0; j < i; j++) assert_true(hash[j] != hash[i]);
     }
 }
 
@@ -451,6 +468,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(wrong_files_are_told_what_is_wrong),
         cmocka_unit_test(refusals_name_the_file_and_the_rule),
         cmocka_unit_test(text_beyond_a_small_vocabulary),
+        cmocka_unit_test(the_hash_is_of_every_token),
         cmocka_unit_test(a_text_larger_than_memory_opens),
         cmocka_unit_test(the_default_corpus_lies_beside_the_program),
         cmocka_unit_test(targets_are_the_next_tokens),

@@ -71,6 +71,11 @@ static void the_history_has_the_largest_of_each_step(void) {
         train_step(t, NULL);
         check_row(t, 0, 1);
         check_row(t, 1, 0);
+        const Params *p = &t->model->params;
+        for (int i = 0; i < p->count; i++)
+            if (fp8_is_cast(&p->param[i]) && !(p->kept[3 * i + 2] > 0))
+                note("%s: the largest element of its output's gradient is noted as %g", p->param[i].name,
+                     p->kept[3 * i + 2]);
         scale_weights(t, 0.5);
         train_step(t, NULL);
         check_row(t, 0, 1);

@@ -238,6 +238,93 @@ static void state_is_stored_and_stored_again_the_same(void **state) {
     }
 }
 
+// What the page says of each recipe: codes of x and W, and of dy; steps of the history; what the optimizer
+// stores, and gradients, where they are its own.
+static void recipes_are_those_of_the_page(void **state) {
+    (void)state;
+    static const struct {
+        DType forward, backward;
+        bool tile, square, own;
+        int history, promote;
+        DType moment, second, gradient;
+    } want[] = {{E4M3, E5M2, false, false, false, 16, 0, F64, F64, F64},
+                {E4M3, E5M2, false, false, false, 0, 0, F64, F64, F64},
+                {E4M3, E5M2, false, false, true, 0, 0, E4M3, F16, E4M3},
+                {E4M3, E4M3, true, true, true, 0, 128, BF16, BF16, BF16},
+                {E4M3, E5M2, false, false, true, 0, 0, E4M3, E5M2, E4M3},
+                {E4M3, E4M3, true, false, false, 0, 0, F64, F64, F64}};
+    for (int i = 0; i < fp8_recipe_count; i++) {
+        const Fp8Recipe *r = &fp8_recipes[i];
+        if (r->forward != want[i].forward || r->backward != want[i].backward || r->tile != want[i].tile ||
+            r->square != want[i].square || r->history != want[i].history ||
+            r->sum.promote != want[i].promote || r->moment != want[i].moment ||
+            r->second != want[i].second || r->gradient != want[i].gradient)
+            fail_msg("%s is not the recipe of the page", r->name);
+    }
+}
+
+// A power of two leaves a float16 its bits. The moments of a first step are below 1, and their scale is not
+// the one from before there were any.
+static void float16_state_is_divided_by_a_power_of_two(void **state) {
+    (void)state;
+    Model *m = model_of("dtype=bf16", &fp8_recipe, 0, FP8_LM);
+    Fp8State *s = fp8_state_plug(m);
+    const Rounding *r = m->params.recipe.rounding;
+    const Param *gate = params_find(&m->params, "model.layers.0.mlp.gate_proj.weight");
+    for (int round = 0; round < 2; round++)
+        for (StateKind kind = STATE_M; kind <= STATE_V; kind++) {
+            Tensor stored = tensor_new(MEMORY_OPTIMIZER, kind == STATE_M ? E4M3 : F16, SHAPE(gate->count));
+            Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(gate->count));
+            float x[2000], y[2000];
+            for (int64_t i = 0; i < gate->count; i++)
+                x[i] =
+                    (float)ldexp(1 + (i % 3) / 1024., (round ? -60 : -30) - (int)(i % 4) -
+                                                          (kind == STATE_M ? (int)(i / 128 % 2 * 30) : 0));
+            tensor_from_host(wide, x);
+            StatePart part = {.param = gate, .kind = kind};
+            r->store(r->context, stored, wide, part);
+            r->load(r->context, wide, stored, part);
+            tensor_to_host(y, wide);
+            for (int64_t i = 0; i < gate->count; i++)
+                if (kind == STATE_V ? y[i] != x[i] : !(fabs(y[i] - x[i]) <= 0.07 * x[i]))
+                    fail_msg("round %d: %g is stored in %s as %g", round, x[i],
+                             kind == STATE_V ? "f16" : "e4m3", y[i]);
+            tensor_free(&stored), tensor_free(&wide);
+        }
+    fp8_state_unplug(m, s);
+    model_free(m);
+}
+
+// Two groups of 128 and a part of a third, each a billion times the one before: a scale for each. In e5m2
+// what is a millionth of the largest is left, in e4m3 not.
+static void what_is_sent_has_a_scale_for_each_128(void **state) {
+    (void)state;
+    enum { COUNT = 300 };
+    const Codec *const codecs[] = {&fp8_codec, &fp8_gradient_codec};
+    for (int c = 0; c < 2; c++) {
+        const Codec *k = codecs[c];
+        assert_int_equal(k->count(k->context, 1, 128), 1);
+        assert_int_equal(k->count(k->context, 1, 129), 2);
+        Tensor part = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(COUNT)), coded[2];
+        for (int i = 0; i < 2; i++) {
+            coded[i] = tensor_new(MEMORY_ACTIVATION, k->dtype[i], SHAPE(k->count(k->context, i, COUNT)));
+        }
+        op_fill(coded[1], 1);
+        double x[COUNT], y[COUNT];
+        for (int i = 0; i < COUNT; i++) x[i] = ldexp(i % 2 ? 1 : 0x1p-20, 30 * (i / 128) - 30);
+        tensor_from_doubles(part, x);
+        k->encode(k->context, coded, part, (Group){.size = 1});
+        k->decode(k->context, part, coded);
+        tensor_to_doubles(y, part);
+        for (int i = 0; i < COUNT; i++) {
+            double off = fabs(y[i] / x[i] - 1);
+            if (i % 2 || c ? !(off < 0.13) : y[i] != 0)
+                fail_msg("%s: element %d, %g, arrives as %g", k->name, i, x[i], y[i]);
+        }
+        tensor_free(&part), tensor_free(&coded[0]), tensor_free(&coded[1]);
+    }
+}
+
 // ---- the scale of float16's loss ----
 
 typedef struct Other {
@@ -451,6 +538,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(gradients_in_f32_add_up_as_they_are),
         cmocka_unit_test(no_gradient_is_rounded_to_bf16),
         cmocka_unit_test(gradients_as_codes_have_a_scale_for_each_weight),
+        cmocka_unit_test(recipes_are_those_of_the_page),
+        cmocka_unit_test(float16_state_is_divided_by_a_power_of_two),
+        cmocka_unit_test(what_is_sent_has_a_scale_for_each_128),
         cmocka_unit_test(state_is_stored_and_stored_again_the_same),
         cmocka_unit_test(an_overflow_halves_the_scale_and_skips_the_step),
         cmocka_unit_test(each_weight_seed_and_step_has_its_random_numbers),

@@ -51,6 +51,54 @@ static MicroBatch some_batch(const Model *m, int64_t index) {
     return micro;
 }
 
+// A document includes the token that ends it, and each sample begins with its document 0.
+static void a_document_includes_the_token_that_ends_it(void **state) {
+    (void)state;
+    Config c = config_default("layers=1 hidden=8 heads=2 kv-heads=2 ffn=8 vocab=9 seq=5");
+    config_set(&c, "documents", 7);
+    Model *m = model_new(&c, mesh_single());
+    model_allocate(m);
+    const int32_t tokens[] = {1, 7, 2, 7, 7, 7, 3, 4, 7, 5}, want[] = {0, 0, 1, 1, 2, 0, 1, 1, 1, 2};
+    MicroBatch micro = micro_batch_new(m, 0, 2, tokens, tokens, 1);
+    assert_memory_equal(micro.documents, want, sizeof want);
+    micro_batch_free(m, &micro);
+    model_free(m);
+}
+
+// What a loss that is no number is blamed on: weights first, then what each block keeps, then the head.
+static void the_first_bad_tensor_is_named(void **state) {
+    (void)state;
+    Config c = config_default("layers=2 hidden=8 heads=2 kv-heads=2 ffn=8 vocab=9 seq=5 dtype=f64");
+    Model *m = model_new(&c, mesh_single());
+    model_allocate(m);
+    MicroBatch micro = some_batch(m, 0);
+    model_forward(m, &micro);
+    assert_null(micro_batch_first_bad(m, &micro));
+    struct {
+        const char *name;
+        Tensor tensor;
+    } bad[] = {
+        {"head logits", micro.head.logits},
+        {"head x", micro.head.x},
+        {"block 1 up", micro.block[1].mlp.up},
+        {"block 1 gate", micro.block[1].mlp.gate},
+        {"block 1 norm2", micro.block[1].norm2},
+        {"block 1 x2", micro.block[1].x2},
+        {"block 1 v", micro.block[1].v},
+        {"block 0 k", micro.block[0].k},
+        {"block 0 q", micro.block[0].q},
+        {"block 0 norm1", micro.block[0].norm1},
+        {"weight lm_head.weight", param_value(&m->params, params_find(&m->params, "lm_head.weight"))}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        if (!tensor_exists(bad[i].tensor)) continue;
+        op_fill(tensor_view(bad[i].tensor, 0, SHAPE(1)), NAN);
+        const char *said = micro_batch_first_bad(m, &micro);
+        if (!said || strcmp(said, bad[i].name)) fail_msg("%s is bad, and %s is named", bad[i].name, said);
+    }
+    micro_batch_free(m, &micro);
+    model_free(m);
+}
+
 static double loss_of(Model *m) {
     MicroBatch micro = some_batch(m, 0);
     model_forward(m, &micro);
@@ -433,6 +481,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(weight_gradients_may_come_late),
         cmocka_unit_test(later_tokens_do_not_change_earlier_logits),
         cmocka_unit_test(positions_count_within_each_sample),
+        cmocka_unit_test(a_document_includes_the_token_that_ends_it),
+        cmocka_unit_test(the_first_bad_tensor_is_named),
         cmocka_unit_test(only_position_differences_matter),
         cmocka_unit_test(samples_of_a_batch_are_independent),
         cmocka_unit_test(shards_are_slices_of_the_whole),
