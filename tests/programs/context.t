@@ -37,7 +37,11 @@ passes "zigzag, with its tables" zigzag_ring_attention $one
 prints "zigzag, with its tables: all of them" \
     "Which hop computes a block of scores (rows: queries, columns: keys, 16 chunks of each):" \
     "Attention of one layer of Llama 3 8B, 1,024 tokens on each of 8 ranks, by the formulas of the file:" \
-    "Score entries of a head, s = 64 on 8 ranks:" \
+    "rank 7 7 7 6 6 5 5 4 4 3 3 2 2 1 1 0 . rank 1 1 0 7 6 5 4 3 2 2 3 4 5 6 7 0 ." \
+    "Score entries of a head, s = 64 on 8 ranks:" "striped 288 232 1.24 288" \
+    "ring 118.739 1.00x 116.733 7.783 100.511 134 MB 537 MB" \
+    "all-gather 67.439 1.76x 62.258 62.258 4.318 537 MB 1.61 GB" \
+    "ulysses 3.866 1.55x 0.146 8.90 GB 28.7 GB" \
     "Attention of one layer of Llama 3 8B, s = 131,072, cp 8, all in one node, forward and backward:" \
     "A step of Llama 3 8B, one such sequence, ZeRO-3 over dp x cp, full recomputation:" \
     "cp 1 29.343 1.63x 0.007 …" \
@@ -60,6 +64,7 @@ passes "ring 8, striped, a token each" ring_attention --ranks 8 --layout striped
 passes "all-gather 3, striped" all_gather_attention --ranks 3 --layout striped $quick
 prints "all-gather 3, striped: its table" \
     "Attention of one layer of Llama 3 8B, 1,024 tokens on each of 3 ranks, by the formulas of the file:"
+passes "ulysses 16, more ranks than Llama has key heads" ulysses --ranks 16 --heads 16 --hidden 64 $one
 passes "ulysses 4, zig-zag tokens" ulysses --layout zigzag $quick
 passes "ulysses 4, as many key heads as heads" ulysses --kv-heads 8 $quick
 prints "ulysses 4, as many key heads as heads: its table" \
@@ -150,6 +155,7 @@ refused "ulysses shows --context ulysses alone: leave out --context, or run ring
 refused "--context zigzag always uses --layout zigzag" ring_attention --context zigzag \
     --layout striped
 refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" ring_attention --seq 3
+refused "--cp 4 is more ranks than --seq 2 has tokens: --cp 1, 2 would fit" ring_attention --seq 2
 refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 1, 2 would fit" zigzag_ring_attention --dp 2 \
     --cp 4 --seq 3
 refused "which has nothing to do here: leave it out, or give --cp 3" ring_attention --ranks 3 --cp 1 \
@@ -158,6 +164,8 @@ refused "which has nothing to do here: leave it out, or give --cp 3" ring_attent
 refused "--cp 4 x --tp 1 must divide --heads 6; --cp 1, 2 would fit, or ring attention" ulysses --heads 6
 refused "3 key/value heads on each rank of --tp: one must divide the other; --cp 1 would fit, or ring" \
     ulysses --heads 12 --kv-heads 3
+refused "--cp 3 and the 2 key/value heads on each rank of --tp: one must divide the other" ulysses --ranks 6 \
+    --cp 3 --tp 2 --heads 12 --kv-heads 4
 refused "leave out --layout, or run ring_attention, which takes any" zigzag_ring_attention --layout striped
 refused "--cp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --cp 3
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --dp 3

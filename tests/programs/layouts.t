@@ -21,7 +21,12 @@ passes "tp 2" tensor_parallel --ranks 2 $quick
 passes "tp 3, tied" tensor_parallel --ranks 3 $three --tied $quick
 passes "tp 4, copies of 2 heads" tensor_parallel --ranks 4
 prints "tp 4, copies of 2 heads: its tables" "One block and micro-batch, tp 4:" \
-    "Two blocks of Llama 3 8B, 4,096 tokens, 2 GPUs per node, on the model clock:"
+    "Two blocks of Llama 3 8B, 4,096 tokens, 2 GPUs per node, on the model clock:" \
+    "4 10.019 102201 50.9% -44.0% 4.322 beyond the node"
+passes "tp 4, nodes of 4" tensor_parallel --gpus-per-node 4 $quick
+prints "tp 4, nodes of 4: the table has these" \
+    "Two blocks of Llama 3 8B, 4,096 tokens, 4 GPUs per node, on the model clock:" \
+    "4 6.776 151118 75.2% -17.2% 1.078"
 passes "tp 8, copies of 1 head, AdamW" tensor_parallel --ranks 8 --kv-heads 1 --optimizer adamw \
     --lr 0.001 $quick
 passes "tp 2, dp 3, 3 micro-batches" tensor_parallel --ranks 6 --tp 2 --grad-acc 3 $quick
@@ -38,7 +43,9 @@ passes "sp 4, even rows, full, copies" sequence_parallel --seq 32 --recompute fu
 prints "sp 4, even rows, full, copies: its tables" \
     "One block and micro-batch, tp 4, beside tensor parallelism without sequence parallelism:" \
     "Shapes on rank 0 in forward, for (b s, h) = (64, 48) and f = 88:" \
-    "What a block of Llama 3 8B keeps for backward, bf16, s = 2,048, t = 4, in s b h bytes:"
+    "exit TP: out (64, 48) all_reduce (16, 48) reduce_scatter" \
+    "What a block of Llama 3 8B keeps for backward, bf16, s = 2,048, t = 4, in s b h bytes:" \
+    "TP with SP 16.500 28.500 34 / t + 5 a s / (h t)"
 passes "sp 8, fewer rows than ranks" sequence_parallel --ranks 8 --seq 5 --micro-batch 1 $quick
 passes "sp 2, bf16" sequence_parallel --ranks 2 --dtype bf16 --layers 1 --steps 1
 
@@ -48,6 +55,8 @@ passes "peak, tp 4, wide MLP" tensor_parallel $wide --ffn 800
 
 passes "vocab 4, padded" vocab_parallel $quick
 prints "vocab 4, padded: its tables" "The embedding on rank 0, v = 257, for (b s, h) = (62, 48):" \
+    "x (62, 48) f64 by all_reduce (16, 48) f64 by reduce_scatter" \
+    "maxima and sums 147 kB 0.041 525 MB" "gathered logits 1.58 GB 3.512 2.10 GB" \
     "The loss of 8192 tokens of Llama 3 8B, v = 128256 on 4 ranks, on the model clock of dgx-h100:"
 passes "vocab 3, sp, tied, uneven rows" vocab_parallel --ranks 3 $three --sp --tied $quick
 passes "vocab 2, dp 2, sp, selective" vocab_parallel --tp 2 --sp --recompute selective $quick
@@ -118,6 +127,11 @@ for name, parts in found.items():
         assert all(abs(a - b) < 0.2 for a, b in zip(part, first + size)), (name, rank, part, first + size)
 PYTHON
     report $? "a picture: each matrix is cut as the chapter says, and covered once"
+fi
+if wanted "the page's picture is that of the program"; then
+    run "$build/tensor_parallel" --ranks 4 --layers 1 --steps 1 --svg "$work/page.svg" &&
+        cmp "$work/page.svg" 03_tensor_parallel/split.svg >"$out" 2>&1
+    report $? "the page's picture is that of the program"
 fi
 refuses "a picture that cannot be drawn is refused before anything runs" \
     "--svg shows a block of Llama 3 8B on 1, 2, 4 or 8 ranks, and --tp is 3" tensor_parallel --ranks 3 $three \

@@ -105,8 +105,11 @@ nearly "dualpipe, p 2, m 4" dualpipe --ranks 2 --grad-acc 4 $quick
 nearly "dualpipe, p 6, m 3" dualpipe --ranks 6 --grad-acc 3 $quick
 exactly "dualpipe_v, p 4, m 1, 11 layers" dualpipe_v --grad-acc 1 --layers 11 --steps 1
 
+exactly "1f1b, p 2, 5 and 2 layers" one_f_one_b --ranks 2 --stage-layers 5,2 --grad-acc 2 $quick
+prints "1f1b, p 2, 5 and 2 layers: and so has afab beside it" "weights 348 kB 228 kB 228 kB 228 kB"
 exactly "1f1b, AdamW" one_f_one_b --ranks 2 --grad-acc 2 --optimizer adamw --lr 0.001 $quick
 exactly "zb_v, full" zero_bubble_v --ranks 2 --grad-acc 2 --recompute full $quick
+prints "zb_v, full: the times of a stage" "F 2.383 ms, B 4.830 ms, W 2.588 ms a stage, a message 0.078 ms"
 exactly "zb_h1, selective" zero_bubble --ranks 3 --grad-acc 3 --recompute selective $quick
 nearly "1f1b, tied" one_f_one_b --ranks 3 --grad-acc 3 --tied $quick
 nearly "zb_v, tied, both ends on one rank" zero_bubble_v --ranks 2 --grad-acc 2 --tied $quick
@@ -230,6 +233,7 @@ while read -r program flags; do
 done <<'PROGRAMS'
 one_f_one_b --ranks 2 --grad-acc 4
 one_f_one_b --ranks 4 --grad-acc 2 --pp 2 --zero 3
+one_f_one_b --ranks 4 --grad-acc 4 --pp 2 --tp 2 --sp
 interleaved --ranks 2 --grad-acc 4
 zero_bubble_v --ranks 2 --grad-acc 4
 dualpipe --ranks 2 --grad-acc 4
@@ -239,6 +243,7 @@ PROGRAMS
 dump() { "$build/schedule" --dump "${@:2}" >"$work/$1.txt" 2>/dev/null; }
 dump wide --schedule interleaved --stages 2 --micro-batches 4 --group 4
 dump dual --schedule dualpipe --stages 2 --micro-batches 4
+dump three --schedule one_f_one_b --stages 3 --micro-batches 4
 dump split --schedule one_f_one_b --split --stages 2 --micro-batches 4
 loads="--ranks 2 --grad-acc 4 $quick --load"
 exactly "loaded: interleaved, breadth-first" one_f_one_b $loads "$work/wide.txt"
@@ -266,17 +271,26 @@ nearly "loaded: a rank has a stage in both directions" afab --ranks 3 --grad-acc
     "$work/crossing.txt"
 printf '%s\n' '# pp-schedule name=one_way p=2 m=2 stages=2 dirs=2' 'place 0: 0 1' 'place 1: 1 0' 'mbs 0: 0 1' \
     'mbs 1:' 'rank 0: F0.0.0 F0.1.0 BW0.0.0 BW0.1.0' 'rank 1: F1.0.0 BW1.0.0 F1.1.0 BW1.1.0' >"$work/way.txt"
+printf '%s\n' '# pp-schedule name=turned p=1 m=3 stages=1 dirs=1' 'place 0: 0' 'mbs 0: 0 1 2' \
+    'rank 0: F0.2.0 F0.0.0 F0.1.0 BW0.0.0 BW0.1.0 BW0.2.0' >"$work/turned.txt"
+nearly "loaded: losses are added out of order" afab --ranks 1 --grad-acc 3 $quick --load "$work/turned.txt"
 nearly "loaded: a direction without micro-batches" afab --ranks 2 --grad-acc 2 $quick --load "$work/way.txt"
 sed -e 's/p=3/p=4/' -e '$a rank 3:' "$work/crossing.txt" >"$work/idle.txt"
 refused "--load $work/idle.txt: rank 3 has no stage: each rank needs one" afab --grad-acc 2 --load \
     "$work/idle.txt"
 sed 's/BW0.0.0/BX0.0.0/' "$work/wide.txt" >"$work/bad.txt"
 sed 's/W0.3.0//' "$work/split.txt" >"$work/unsound.txt"
+printf '%s\n' '# pp-schedule name=crossed p=2 m=2 stages=2 dirs=1' 'place 0: 0 1' 'mbs 0: 0 1' \
+    'rank 0: F0.0.0 F0.1.0 BW0.1.0 BW0.0.0' 'rank 1: F1.1.0 BW1.1.0 F1.0.0 BW1.0.0' >"$work/crossed.txt"
+refused 'rank 1, position 0 (F1.1.0) breaks the rule "messages are received in the order in which they were' \
+    afab --ranks 2 --grad-acc 2 --load "$work/crossed.txt"
 refused "--load: cannot open $work/none.txt: No such file or directory" one_f_one_b $loads \
     "$work/none.txt"
 refused "--load $work/bad.txt: line " one_f_one_b $loads "$work/bad.txt"
 refused "no W is left at the end" one_f_one_b $loads "$work/unsound.txt"
 refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 3" one_f_one_b --ranks 2 --grad-acc 3 \
+    --load "$work/wide.txt"
+refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 8" one_f_one_b --ranks 2 --grad-acc 8 \
     --load "$work/wide.txt"
 refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b --grad-acc 4 \
     --load "$work/wide.txt"
@@ -296,6 +310,15 @@ refused "stage 1 of 4 would have $huge layers, and the model has 9" one_f_one_b 
     --stage-layers 5,$huge,$huge,6
 refused "--stage-layers needs a value: 5,4,4,3" one_f_one_b \
     --stage-layers ''
+refused "--stage-layers -1,5,5: each of 3 stages needs its number of layers" one_f_one_b --ranks 3 \
+    --stage-layers -1,5,5
+refused "--stage-layers ,4,5: each of 3 stages needs its number of layers" one_f_one_b --ranks 3 \
+    --stage-layers ,4,5
+refused "--grad-acc 4097: a schedule has at most 4096 micro-batches" one_f_one_b --grad-acc 4097
+refused "--chunks has an effect only with --schedule interleaved: add that, or leave out --chunks" interleaved \
+    --ranks 2 --grad-acc 4 --chunks 2 --load "$work/wide.txt"
+exactly "loaded: on three ranks, by dualpipe's program" dualpipe --ranks 3 --grad-acc 4 $quick \
+    --load "$work/three.txt"
 refused "--stage-layers 3,3,3: each of 4 stages needs its number of layers" one_f_one_b --stage-layers 3,3,3
 refused "--stage-layers 3,3,x,3: each of 4 stages needs its number of layers" one_f_one_b \
     --stage-layers 3,3,x,3

@@ -71,6 +71,8 @@ passes "experts: DualPipe's two copies of a layer have the same biases" train_5d
 passes "dp 2, pp 2, cp 2, zb_v, full recomputation, hybrid sharding" train_5d $quick --cp 2 --tp 1 \
     --context zigzag \
     --schedule zb_v --recompute full --zero hybrid --shard-ranks 2 --optimizer sgd --lr 0.1
+passes "dp 2, cp 2, hybrid sharding over both" train_5d --ranks 4 --dp 2 --cp 2 --pp 1 --tp 1 --zero hybrid \
+    --shard-ranks 4 --layers 1 --steps 1 --shown 0
 passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5d $quick --pp 1 --sp \
     --async-tp \
     --vocab-parallel --zero hybrid --shard-ranks 2 --attention flash
@@ -78,6 +80,8 @@ passes "dp 2, tp 2, ZeRO-R without stages" train_5d --ranks 4 --layers 1 --steps
     --zero-r --recompute full
 passes "f16 with the scale that is usual, in as many steps as are shown" train_5d --ranks 2 --tp 1 --layers 2 \
     --dtype f16 --shown 80 --steps 1
+passes "f16, whose loss is scaled, by a sharded vocabulary" train_5d --ranks 2 --dp 1 --pp 1 --tp 2 \
+    --vocab-parallel --layers 1 --dtype f16 --shown 20 --steps 1
 passes "experts: balance in f16, where the loss is scaled" train_5d --ranks 2 --layers 1 --steps 1 \
     --shown 0 --pp 1 --tp 1 --hidden 64 --seq 64 --dtype f16 --experts 4 --aux-loss 0.1
 passes "16-bit moments with scales: the time of a step does not depend on them" train_5d --ranks 2 --layers 1 \
@@ -89,6 +93,9 @@ for context in ring all-gather ulysses; do
 done
 passes "documents, which the plan does not know" train_5d --ranks 2 --layers 1 --steps 1 --shown 0 \
     --pp 1 --tp 1 --cp 2 --seq 256 --grad-acc 1 --documents 10
+passes "the plan of 9 layers on 4 stages" train_5d --dry-run --layers 9 --ranks 4 --dp 1 --pp 4 --tp 1
+grep -q ' E 0-2 ' "$out" && grep -q ' 7-8 H ' "$out"
+report $? "the plan of 9 layers on 4 stages: the first has one more"
 passes "the plan of 80 layers" train_5d --dry-run --layers 80 --ranks 2 --dp 1 --pp 2 --tp 1
 grep -q ' E 0-39 ' "$out" && grep -q ' 40-79 H ' "$out"
 report $? "the plan of 80 layers: each of them is on a rank"
@@ -101,6 +108,8 @@ report $? "with a plan, held-out losses and a sample"
 
 refused "--fp8-wire: neither ZeRO-3's weights nor" train_5d --ranks 2 --dp 2 --pp 1 --tp 1 --dtype bf16 \
     --zero hybrid --shard-ranks 1 --fp8 nanotron --fp8-wire
+refused "async_tensor_parallel sends rows as they are, and the recipe wants" train_5d --ranks 2 --dp 1 --pp 1 \
+    --tp 2 --sp --async-tp --dtype bf16 --fp8 te-delayed --fp8-wire
 refused "there is one: leave it out, or give --tp 2" train_5d --ranks 4 --tp 1 --sp
 refused "--vocab-parallel shards the vocabulary over the ranks of --tp, and there is one: leave it out" train_5d \
     --ranks 2 --pp 1 --tp 1 --vocab-parallel

@@ -29,6 +29,8 @@ for ((i = 0, x = 1; i < 2000; i++)); do escaped+="\\x0$((x % 9))\\x00" x=$(((x *
 } >"$work/tokens.bin"
 passes "a rank that has nothing but padding" vocab_parallel --data "$work/tokens.bin" --vocab 9 --tied \
     --steps 2
+passes "ranks that begin beyond the vocabulary" vocab_parallel --ranks 8 --data "$work/tokens.bin" --vocab 9 \
+    --layers 1 --steps 1
 passes "the same, with rows of its own" vocab_parallel --data "$work/tokens.bin" --vocab 9 --sp --steps 2
 
 passes "a checkpoint of 257 tokens, saved by 4 ranks" vocab_parallel --save "$work/saved" \

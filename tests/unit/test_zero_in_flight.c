@@ -301,6 +301,8 @@ static void zero_r_keeps_the_place_of_the_first(void) {
         for (int64_t layer = 0; layer < c.layers; layer++) SAME(z.held[layer], i == 1);
         micro_batch_free(t->model, &micro[i]);
     }
+    held_out_loss(t, 1);  // no backward follows an evaluation
+    for (int64_t layer = 0; layer < c.layers; layer++) SAME(z.held[layer], false);
     batch_free(&batch);
     zero_r_unplug(t->model, &z);
     trainer_free(t);
