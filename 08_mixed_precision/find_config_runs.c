@@ -28,8 +28,8 @@ typedef struct Table {
     int columns, line, read;  // line: where the row begins; read: how many lines have been
 } Table;
 
-// Splits the next row in place into cells; quotes may hold commas, line breaks and doubled quotes. Returns how
-// many.
+// Splits the next row in place into cells, and returns how many. Quotes may hold commas, line breaks and
+// doubled quotes.
 static int next_row(Table *t, char **cell) {
     int count = 0;
     char *in = t->next, *out = in;

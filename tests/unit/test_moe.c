@@ -429,8 +429,8 @@ static void balance_is_a_mean_over_the_sequences_of_the_batch(void **state) {
     trainer_free(t);
 }
 
-// The balancing losses' gradient reaches what led to the router, too: their sum with the cross-entropy is what
-// differences see.
+// The balancing losses' gradient reaches what led to the router, too: differences see their sum with the
+// cross-entropy.
 static double loss_with_balance(const Case *c) {
     MicroBatch micro = micro_batch(c, 0);
     model_forward(c->model, &micro);
@@ -611,7 +611,7 @@ static void a_choice_that_differs_is_measured(void **state) {
     assert_true(isnan(sum.apart));
 }
 
-// What is kept is also measured against the run beside: at most one token's distance over the size of a token.
+// What is kept is also measured against the run beside: the largest distance of a token over a token's size.
 static void logits_are_measured_beside_those_of_another_run(void **state) {
     (void)state;
     float logits[8] = {0};
@@ -624,7 +624,8 @@ static void logits_are_measured_beside_those_of_another_run(void **state) {
     assert_true(fabs(r.off - 3 / sqrt(34)) < 1e-15);
 }
 
-// A block's tokens take the followed run's experts, and the distance of their logits is relative to a token's.
+// A block's tokens take the followed run's experts, and the distance of their logits is relative to a
+// token's.
 static void the_followed_run_decides(void **state) {
     (void)state;
     const Technique *const both[] = {&moe, &token_by_token};
