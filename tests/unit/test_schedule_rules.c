@@ -245,11 +245,12 @@ static void the_picture_in_letters_is_exact(void **context) {
 // ranks, micro-batches, stages, directions
 static void make_by_hand(const void *sizes) {
     const int *of = sizes;
-    schedule_new("mine", of[0], of[1], of[2], of[3]);
+    Schedule s = schedule_new("mine", of[0], of[1], of[2], of[3]);
+    schedule_free(&s);
 }
+static Schedule mine;
 static void append_to(const void *rank) {
-    Schedule s = schedule_new("mine", 2, 1, 2, 1);
-    schedule_append(&s, *(const int *)rank, (Action){1, {{PASS_F, 0, 0, 0}}});
+    schedule_append(&mine, *(const int *)rank, (Action){1, {{PASS_F, 0, 0, 0}}});
 }
 
 static void sizes_beyond_the_arrays_are_refused(void **context) {
@@ -266,11 +267,13 @@ static void sizes_beyond_the_arrays_are_refused(void **context) {
             assert_non_null(why);
             assert_non_null(strstr(why, "of which there are 1 to 64, 4096, 512 and 2"));
         }
+    mine = schedule_new("mine", 2, 1, 2, 1);
     for (int rank = -1; rank < 3; rank++) {
         const char *why = refusal(append_to, &rank);
         if (rank >= 0 && rank < 2) assert_null(why);
         else assert_non_null(strstr(why, "schedule mine: there is no rank"));
     }
+    schedule_free(&mine);
 }
 
 int main(int argc, char **argv) {
