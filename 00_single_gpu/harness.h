@@ -46,7 +46,7 @@ int program_main(int argc, char **argv, const Program *program);  // a whole mai
 // ---- its parts, for programs that show more than one layout ----
 // Such a main calls, in this order: base_start, config_parse (CONFIG_REPORT among its groups), comm_start,
 // layout_check, mesh_new(layout_shape(&config)), report_json(config.json), what it shows, report_split,
-// report_verdict and comm_finish. A short one is in ../02_zero/zero_r.c.
+// report_verdict and comm_finish.
 
 // Fatal, naming the flags, if this layout is impossible: by the sizes, the degrees on so many ranks, or the
 // checks of the techniques that are on. Sets a degree that was left open.
@@ -74,6 +74,8 @@ typedef struct Counted {
 } Counted;
 void counted_add(Counted *counted);  // adds what comm counted since the last clock_reset
 void program_check_counts(const Trainer *trainer, const Counted *counted);
+// flops: of a step, counted on this rank. Collective.
+void program_check_flops(const Trainer *trainer, const Price *price, double flops);
 
 // One dry step after the first, on the model clock. device_dry_run must be on.
 typedef struct StepCost {

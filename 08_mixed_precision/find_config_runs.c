@@ -25,7 +25,7 @@ typedef struct Table {
     char *text, *next;
     const char *path;
     char *name[MOST_COLUMNS], *cell[MOST_COLUMNS];
-    int columns, line, read;  // line: where the row begins; read: how many lines have been
+    int columns, line, lines;  // line: the row's first; lines: how many have been read
 } Table;
 
 // Splits the next row in place into cells, and returns how many. Quotes may hold commas, line breaks and
@@ -34,7 +34,7 @@ static int next_row(Table *t, char **cell) {
     int count = 0;
     char *in = t->next, *out = in;
     if (!*in) return 0;
-    t->line = ++t->read;
+    t->line = ++t->lines;
     for (bool more = true; more;) {
         CHECK(count < MOST_COLUMNS, "--runs %s, line %d: more than %d columns", t->path, t->line,
               MOST_COLUMNS);
@@ -43,7 +43,10 @@ static int next_row(Table *t, char **cell) {
         if (quoted) in++;
         while (*in && (quoted || (*in != ',' && *in != '\n' && *in != '\r'))) {
             if (quoted && *in == '"' && *++in != '"') quoted = false;
-            else t->read += *in == '\n', *out++ = *in++;
+            else {
+                t->lines += *in == '\n';
+                *out++ = *in++;
+            }
         }
         CHECK(!quoted, "--runs %s, line %d: a quotation mark is not closed", t->path, t->line);
         more = *in == ',';

@@ -314,9 +314,9 @@ int main(int argc, char **argv) {
           comm_ranks());
     if (one >= 0) {
         cell[0] = matrix_cell(one);
-        CHECK(matrix_ranks(&cell[0]) == comm_ranks(),
-              "--cell %lld is of %d rank%s, and there are %d: --ranks %d would fit", (long long)one,
-              matrix_ranks(&cell[0]), plural(matrix_ranks(&cell[0])), comm_ranks(), matrix_ranks(&cell[0]));
+        const int ranks = matrix_ranks(&cell[0]);
+        CHECK(ranks == comm_ranks(), "--cell %lld is of %d rank%s, and there are %d: --ranks %d would fit",
+              (long long)one, ranks, plural(ranks), comm_ranks(), ranks);
         Config config = matrix_config(&cell[0]);
         check(&config);
     } else if (part) chosen = part_of(cells, part);

@@ -136,8 +136,8 @@ static int64_t shape_count(int dims, const int64_t *shape) {
     return count;
 }
 
-// A freed storage has no references. It is taken for another tensor only after KEPT others, so that a use of
-// it after tensor_free is noticed.
+// A freed storage has no references. It is taken for another tensor only when KEPT others have been freed
+// after it, so that until then a use of it is noticed.
 static struct {
     Storage *oldest, *newest;
     int count;

@@ -94,14 +94,13 @@ void device_free(MemoryKind kind, void *memory, size_t bytes);
 int64_t device_reads(void);
 
 // ---- tensors ----
-typedef struct Storage Storage;
-struct Storage {  // one allocation, shared by counted references
+typedef struct Storage {  // one allocation, shared by counted references
     void *memory;
     size_t bytes;
     MemoryKind kind;
     int references, in_flight;  // in_flight: requests that use it (in_flight.h)
-    Storage *next;              // of those that are freed
-};
+    struct Storage *next;       // of those that are freed
+} Storage;
 
 enum { MAX_DIMS = 4 };
 
@@ -124,8 +123,9 @@ Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape);
 Tensor tensor_like(MemoryKind kind, Tensor t);
 // One more reference to the same memory; needs a tensor_free of its own.
 Tensor tensor_share(Tensor t);
-// Drops this reference; the last one frees the memory. Sets *t to {0}. Freeing {0} is allowed; a use of the
-// memory after that, through a view or another copy of the handle, is fatal (unless it comes very late).
+// Drops this reference; the last one frees the memory. Sets *t to {0}. Freeing {0} is allowed. To use the
+// memory after that, through a view or another copy of the handle, is fatal, at least until 256 other tensors
+// have been freed.
 void tensor_free(Tensor *t);
 // Borrowed: elements [first, first + product of shape) of t in another shape; valid as long as t, and never
 // freed.

@@ -83,14 +83,17 @@ static bool read_flag(const ConfigFile *config, const char *key) {
     return cJSON_IsTrue(item);
 }
 
+static bool is_text(const cJSON *item, const char *text) {
+    return cJSON_IsString(item) && !strcmp(item->valuestring, text);
+}
+
 // The key must have this value; it may be absent if the value is the default.
 static void need_text(const ConfigFile *config, const cJSON *item, const char *key, const char *value,
                       bool is_default) {
     if (!item && is_default) return;
     CHECK(item, "%s does not say \"%s\"", config->path, key);
-    CHECK(cJSON_IsString(item) && !strcmp(item->valuestring, value),
-          "%s: \"%s\" is %s; this program trains \"%s\"", config->path, key, cJSON_PrintUnformatted(item),
-          value);
+    CHECK(is_text(item, value), "%s: \"%s\" is %s; this program trains \"%s\"", config->path, key,
+          cJSON_PrintUnformatted(item), value);
 }
 
 // What must be absent, null, false or zero.
@@ -189,9 +192,9 @@ static void read_experts(const ConfigFile *file, Config *c) {
 void checkpoint_config(const char *dir, Config *result) {
     ConfigFile file = config_open(dir);
     const cJSON *type = find(file.json, "model_type");
-    bool mixtral = cJSON_IsString(type) && !strcmp(type->valuestring, "mixtral");
+    bool mixtral = is_text(type, "mixtral");
     CHECK(type, "%s does not say \"model_type\"", file.path);
-    CHECK(mixtral || (cJSON_IsString(type) && !strcmp(type->valuestring, "llama")),
+    CHECK(mixtral || is_text(type, "llama"),
           "%s: \"model_type\" is %s; this program trains \"llama\" and \"mixtral\"", file.path,
           cJSON_PrintUnformatted(type));
     const cJSON *architectures = find(file.json, "architectures");
@@ -199,8 +202,8 @@ void checkpoint_config(const char *dir, Config *result) {
         need_text(&file, architectures->child ? architectures->child : architectures,
                   "architectures", mixtral ? "MixtralForCausalLM" : "LlamaForCausalLM", false);
     const cJSON *act = find(file.json, "hidden_act");
-    bool swish = cJSON_IsString(act) && !strcmp(act->valuestring, "swish");  // another name of it
-    if (!swish) need_text(&file, act, "hidden_act", "silu", true);
+    if (!is_text(act, "swish"))  // another name of it
+        need_text(&file, act, "hidden_act", "silu", true);
     refuse(&file, "attention_bias", "biases");
     refuse(&file, "mlp_bias", "biases");
     refuse(&file, "attention_dropout", "dropout");

@@ -68,7 +68,7 @@ multiply='Tensor a = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(2, 2)), b = tensor
     op_fill(a, 1), op_matmul(b, a, a, false, false, 0), tensor_free(\&a), tensor_free(\&b);'
 sed "0,/^    for/s//    ${multiply//$'\n'/\\n}\n&/" "$work/sum_once.c" >"$work/works.c"
 compiles works && ! proves works --ranks 2 &&
-    grep -q '^FAIL works: FLOPs of a step, all ranks: predicted [0-9]* FLOP, measured [0-9]*, off by 32$' "$out"
+    grep -q '^FAIL works: FLOPs per step: predicted [0-9]* FLOP, measured [0-9]*, off by 32$' "$out"
 report $? "and with a multiply on each rank that one device does not need"
 
 # Steps against the sign of each gradient, with a moment of its own.
