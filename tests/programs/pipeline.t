@@ -298,7 +298,7 @@ refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b -
 refuses "zb_v offers no fewer chunks: only interleaved has any" \
     'stage 2 of 4 would have no layer; --layers 4 or more would fit, or fewer --pp$' zero_bubble_v --layers 2 \
     --ranks 2 --pp 2
-passes 'two layers on two stages are saved' one_f_one_b --ranks 2 --layers 2 --steps 1 --no-check \
+passes 'two layers are saved, with which a stage would have no layer' one_f_one_b --ranks 2 --layers 2 --steps 1 --no-check \
     --save "$work/two_layers" --save-every 1
 refused "stage 2 of 4 would have no layer, as the checkpoint has 2; fewer --pp would fit" zero_bubble_v \
     --ranks 2 --pp 2 --steps 2 --resume "$work/two_layers/step-000001"
