@@ -175,9 +175,9 @@ refused "of the MLP do not divide into tiles of 32" $program --fp8 mxfp8 --tp 2
 passes "current: held-out losses between steps change nothing of what a step sends" $program --no-check --dtype bf16 \
     --fp8 te-current --ranks 2 --tp 2 --layers 1 --steps 3 --eval-every 1 --sample 0 --lr 0.003
 passes "current: tp 2, of attention recomputed" $program $one --ranks 2 --tp 2 --fp8 te-current --recompute selective
-passes "float16 without a scale of the loss is saved with its histories" $program --no-check --dtype f16 --loss-scale none \
-    --save "$work/f16" --steps 1 --layers 1 --sample 0
+passes "a checkpoint holds either: float16 without a scale of the loss is saved with its histories" $program \
+    --no-check --dtype f16 --loss-scale none --save "$work/unscaled" --steps 1 --layers 1 --sample 0
 refused "a checkpoint holds either the histories of amax or the scale" $program --no-check --dtype f16 \
-    --resume "$work/f16" --steps 2
+    --resume "$work/unscaled" --steps 2
 passes "delayed: tp 2, rows in flight" $program $one --tp 2 --sp --async-tp
 finish
