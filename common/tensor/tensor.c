@@ -138,25 +138,40 @@ static int64_t shape_count(int dims, const int64_t *shape) {
 
 // A freed storage has no references. It is taken for another tensor only when KEPT others have been freed
 // after it, so that until then a use of it is noticed.
+enum { KEPT = 256 };
+
 static struct {
     Storage *oldest, *newest;
     int count;
 } retired;
-
-static Storage *storage_new(void) {
-    enum { KEPT = 256 };
-    if (retired.count <= KEPT) return host_alloc(sizeof(Storage));
-    Storage *storage = retired.oldest;
-    retired.oldest = storage->next;
-    retired.count--;
-    return storage;
-}
 
 static void storage_retire(Storage *storage) {
     storage->next = NULL;
     if (retired.count++) retired.newest->next = storage;
     else retired.oldest = storage;
     retired.newest = storage;
+}
+
+static Storage *storage_take(Storage **first) {
+    Storage *storage = *first;
+    *first = storage->next;
+    return storage;
+}
+
+// Storages are made many at once. Made one by one, each would lie beside its tensor's memory, and as it is
+// never returned to the heap, what is freed on its two sides would not become one piece again.
+static Storage *storage_new(void) {
+    static Storage *unused;
+    if (retired.count > KEPT) {
+        retired.count--;
+        return storage_take(&retired.oldest);
+    }
+    for (int made = unused ? KEPT : 0; made < KEPT; made++) {
+        Storage *storage = host_alloc(sizeof *storage);
+        storage->next = unused;
+        unused = storage;
+    }
+    return storage_take(&unused);
 }
 
 Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape) {

@@ -1,6 +1,7 @@
 // test_step.c: what a whole training step asks of its device besides computing: how often the host waits,
-// in how many operations gradients are measured and weights stepped, and whether memory is accessed for the
-// first time. Runs on the CPU, and with the CUDA kernels on the emulator. TAP.
+// in how many operations gradients are measured and weights stepped, what memory the heap holds, and whether
+// memory is accessed for the first time. Runs on the CPU, and with the CUDA kernels on the emulator. TAP.
+#include <malloc.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -113,6 +114,25 @@ static bool memory_comes_back(void) {
     return !guard_asked() && backend_is_host();
 }
 
+// What a step allocates beside its tensors must not keep the heap from joining what they free: then it
+// holds little more than they do.
+static void a_step_fragments_no_heap(void **state) {
+    (void)state;
+    if (!memory_comes_back()) return;
+    struct rusage before, after;
+    getrusage(RUSAGE_SELF, &before);
+    Trainer *t = trainer_of("vocab=8192 seq=256 micro-batch=8");
+    memory_reset_peak();
+    for (int step = 1; step <= 2; step++) train_step(t, NULL);
+    getrusage(RUSAGE_SELF, &after);
+    double account = (double)memory_account().peak_total;
+    double resident = 1024.0 * (double)(after.ru_maxrss - before.ru_maxrss);
+    print_message("# account %s, resident memory grew by %s\n", bytes_text(account), bytes_text(resident));
+    if (resident > 1.15 * account) fail_msg("the heap holds %.2f times the tensors", resident / account);
+    trainer_free(t);
+    malloc_trim(0);  // the tests below find a heap without pages
+}
+
 // The next step reuses what a step frees, and accesses no page for the first time. With the logits, it is
 // more than a heap keeps by default.
 static void a_step_faults_no_page(void **state) {
@@ -140,6 +160,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);  // a page of 2 MB would be one fault
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_step_fragments_no_heap),  // first, as it measures the peak of the process
         cmocka_unit_test(a_step_waits_once),
         cmocka_unit_test(a_step_takes_few_operations),
         cmocka_unit_test(narrow_state_is_stepped_weight_by_weight),
