@@ -6,6 +6,7 @@
 #include <math.h>
 #include <mpi.h>
 #include <omp.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -241,6 +242,9 @@ void control_start(int *rank, int *ranks, double timeout) {
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
         control_check_shared((double)MPI_SHARED * here, here);
     state.crowded = environment_int("OMPI_MCA_mpi_yield_when_idle");
+    // A rank that wakes another goes on with what it can do, rather than be interrupted by it each time.
+    if (state.crowded && sched_getscheduler(0) == SCHED_OTHER)
+        sched_setscheduler(0, SCHED_BATCH, &(struct sched_param){0});
     watch_mapped_files();  // before Open MPI, which only adds handlers where there are none
     expect_others(timeout, "met", "start");
     int provided;
