@@ -1,4 +1,5 @@
-// kernel_choice.c: --kernels book: operations that run on chapter 07's kernels in place of the library's.
+// kernel_choice.c: --kernels book: operations that run on chapter 07's kernels in place of the library's;
+// --kernels attention: only attention does, and on a GPU the rest is cuBLASLt's and the back end's.
 //
 // Changes from 00_single_gpu/train.c: only which code computes. The operations are the same and are counted
 // as before, but their sums run in another order. The kernels are CUDA, most of them in f32; the back end's
@@ -10,19 +11,42 @@
 #include "tensor/kernel_table.h"
 #include "training.h"
 
-static bool enabled(const Config *config) { return config_number(config, "kernels") == 1; }
+enum { LIBRARY, BOOK, ATTENTION };
+
+static int choice_of(const Config *config) { return (int)config_number(config, "kernels"); }
+
+static bool enabled(const Config *config) { return choice_of(config) != LIBRARY; }
+
+// Scores that are stored are the back end's; tiles and chunks of them may be chapter 07's.
+static bool attends_in_tiles(const Config *config) {
+    return !config_has(config, "attention") || config_number(config, "attention") == 1 || config->cp > 1 ||
+           config_document_end(config) >= 0;
+}
 
 static void check(const Config *config) {
+    const char *name = choice_of(config) == BOOK ? "book" : "attention";
     CHECK(kernel_table_linked(),
-          "--kernels book: this build computes on the CPU and has no CUDA kernels; one with OPS=cuda, or "
-          "on a machine without a GPU OPS=cuda-on-cpu, has them");
+          "--kernels %s: this build computes on the CPU and has no CUDA kernels; one with OPS=cuda, or "
+          "on a machine without a GPU OPS=cuda-on-cpu, has them",
+          name);
     CHECK(config->dtype != F64,
-          "--kernels book: chapter 07's kernels compute in f32, bf16 and f16; --dtype f32 would fit");
+          "--kernels %s: chapter 07's kernels compute in f32, bf16 and f16; --dtype f32 would fit", name);
+    CHECK(choice_of(config) != ATTENTION || attends_in_tiles(config),
+          "--kernels attention: chapter 07's attention stores no scores; --attention flash would fit");
     CHECK(config_number(config, "attention") != 1 || config_head_size(config) == 64 ||
               config_head_size(config) == 128,
-          "--kernels book --attention flash: heads have %lld elements, and chapter 07's flash attention "
+          "--kernels %s --attention flash: heads have %lld elements, and chapter 07's flash attention "
           "takes 64 or 128; --head-size 64 would fit",
-          (long long)config_head_size(config));
+          name, (long long)config_head_size(config));
+}
+
+static const KernelTable *table_of(int choice) {
+    static KernelTable attention;
+    const KernelTable *all = kernel_table_linked();
+    if (choice == BOOK || !all) return all;
+    attention.attention_chunk_forward = all->attention_chunk_forward;
+    attention.attention_chunk_backward = all->attention_chunk_backward;
+    return &attention;
 }
 
 // unplug restores the previous state: a dry run of a layout is plugged and unplugged while another trains.
@@ -32,9 +56,8 @@ typedef struct Before {
 } Before;
 
 static void *plug(Model *model) {
-    (void)model;
     Before *before = host_alloc(sizeof *before);
-    *before = (Before){ops_use_kernels(kernel_table_linked()), ops_kernel_calls()};
+    *before = (Before){ops_use_kernels(table_of(choice_of(&model->config))), ops_kernel_calls()};
     return before;
 }
 
@@ -49,8 +72,10 @@ static void unplug(Model *model, void *context) {
 }
 
 static const Option options[] = {
-    {"kernels", OPTION_CHOICE, NULL, "library", 0, 0, "library|book",
-     "kernels to compute with: the library's and this build's own, or those of chapter 07", false}};
+    {"kernels", OPTION_CHOICE, NULL, "library", 0, 0, "library|book|attention",
+     "kernels to compute with: the library's and this build's own, those of chapter 07, or of those only "
+     "attention's",
+     false}};
 
 const Technique kernel_choice = {.name = "kernel_choice",
                                  .option = options,

@@ -10,7 +10,8 @@ extern "C" {
 #endif
 
 // Each takes the arguments of the function of the same name in kernels.h. If it does not support the dtype
-// or size it does nothing and returns false, and the back end's own kernel runs.
+// or size it does nothing and returns false, and the back end's own kernel runs, as it does where an entry is
+// NULL.
 typedef struct KernelTable {
     bool (*matmul)(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
                    int64_t k, bool transpose_a, bool transpose_b, double beta);

@@ -128,10 +128,11 @@ static bool took(bool it) {
     return it;
 }
 
-// Runs the kernel of this name: the table's, if there is a table and it takes the call, else the back end's.
-#define RUN(name, ...)                                                                               \
-    do {                                                                                             \
-        if (!replaced.table || !took(replaced.table->name(__VA_ARGS__))) kernel_##name(__VA_ARGS__); \
+// Runs the kernel of this name: the table's, if there is one and it takes the call, else the back end's.
+#define RUN(name, ...)                                                                             \
+    do {                                                                                           \
+        const KernelTable *table = replaced.table;                                                 \
+        if (!table || !table->name || !took(table->name(__VA_ARGS__))) kernel_##name(__VA_ARGS__); \
     } while (0)
 
 // ---- elementwise ----

@@ -44,6 +44,18 @@ for program in zigzag_ring_attention all_gather_attention; do
     report $? "$program on the book's kernels: all calls"
 done
 
+# Only attention: its forward and backward pass, of one layer, on each rank and in each step.
+passes "only attention on the book's kernels" 03_tensor_parallel/tensor_parallel --ranks 2 $tiny \
+    --dtype bf16 --steps 2 --seq 37 --grad-acc 1 --attention flash --kernels attention
+grep -q '^the kernels of chapter 07 served 4 of the 4 calls' "$out"
+report $? "only attention on the book's kernels: no other calls"
+
+# 64 evaluated samples of 13 calls each, and one step of 41; the yardstick's multiplies are the library's.
+passes "train on the book's kernels" 00_single_gpu/train $tiny --dtype f32 --seq 16 --grad-acc 1 --steps 1 \
+    --kernels book --sample 0 --eval-every 0
+grep -q '^the kernels of chapter 07 served 873 of the 873 calls' "$out"
+report $? "train on the book's kernels: not the yardstick"
+
 passes "in bf16" 03_tensor_parallel/tensor_parallel --ranks 2 $tiny --dtype bf16 --steps 2 --seq 37 \
     --grad-acc 1 --attention flash --kernels book
 all_taken
@@ -80,5 +92,6 @@ if wanted "attention on the book's kernels"; then
 fi
 
 refused "chapter 07's kernels compute in f32, bf16 and f16" 00_single_gpu/train --kernels book --dtype f64
+refused "--attention flash would fit" 00_single_gpu/train --kernels attention --attention stored
 refused "--head-size 64 would fit" 00_single_gpu/train --kernels book --attention flash --head-size 16
 finish

@@ -1,6 +1,6 @@
-// test_kernel_choice.c: --kernels book in a run during which another one is plugged and unplugged, like the
-// dry run that prices a layout: the table of kernels stays in use, and calls are still counted. The table
-// is this file's own, so that no GPU is needed.
+// test_kernel_choice.c: which operations run on the kernels of a table that --kernels names, also in a run
+// during which another one is plugged and unplugged, like the dry run that prices a layout: the table stays
+// in use, and calls are still counted. The table is this file's own, so that no GPU is needed.
 #include <setjmp.h>
 #include <stdarg.h>
 
@@ -40,26 +40,45 @@ static void expect_calls(KernelCalls before, int64_t all, int64_t taken) {
     assert_int_equal(now.taken - before.taken, taken);
 }
 
+static Model model_with(double kernels) {
+    Model model = {.config = config_default("")};
+    config_set(&model.config, "kernels", kernels);
+    return model;
+}
+
 static void a_table_stays_in_use_beside_a_dry_run(void **state) {
     (void)state;
+    Model book = model_with(1);
     const KernelCalls start = ops_kernel_calls();
     assert_true(computed(F32) == 0);
-    void *run = kernel_choice.plug(NULL);
+    void *run = kernel_choice.plug(&book);
     assert_true(computed(F32) == 42);
     assert_true(computed(F64) == 0);  // the table does not support it
     expect_calls(start, 2, 1);
-    void *dry = kernel_choice.plug(NULL);
-    kernel_choice.unplug(NULL, dry);
+    void *dry = kernel_choice.plug(&book);
+    kernel_choice.unplug(&book, dry);
     assert_true(computed(F32) == 42);
     expect_calls(start, 3, 2);
-    kernel_choice.unplug(NULL, run);
+    kernel_choice.unplug(&book, run);
     assert_true(computed(F32) == 0);
     expect_calls(start, 3, 2);
 }
 
+// What the table has besides attention is not used, and not counted.
+static void attention_alone_leaves_the_rest(void **state) {
+    (void)state;
+    Model attention = model_with(2);
+    const KernelCalls start = ops_kernel_calls();
+    void *run = kernel_choice.plug(&attention);
+    assert_true(computed(F32) == 0);
+    expect_calls(start, 0, 0);
+    kernel_choice.unplug(&attention, run);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(a_table_stays_in_use_beside_a_dry_run)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(a_table_stays_in_use_beside_a_dry_run),
+                                       cmocka_unit_test(attention_alone_leaves_the_rest)};
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests_name("kernel_choice", tests, NULL, NULL);
