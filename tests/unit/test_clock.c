@@ -351,8 +351,9 @@ static void the_trace_has_any_name_as_it_is(void **context) {
     if (!trace) fail_msg("the trace is no JSON: %.400s", text);
     int seen = 0;
     const cJSON *event;
-    cJSON_ArrayForEach(event, cJSON_GetObjectItemCaseSensitive(trace, "traceEvents"))
+    cJSON_ArrayForEach(event, cJSON_GetObjectItemCaseSensitive(trace, "traceEvents")) {
         seen += !strcmp(text_of(event, "name"), name);
+    }
     assert_int_equal(seen, 2);  // on both clocks
     cJSON_Delete(trace);
     free(text);

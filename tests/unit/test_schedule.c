@@ -491,12 +491,12 @@ static void the_search_takes_no_more_than_it_can_count(void **context) {
         Durations d;
         bool can;
     } cases[] = {
-        {AFAB, 2, 2, {30, 1, 1, 2, 0}, true},        {AFAB, 2, 2, {31, 1, 1, 2, 0}, false},
-        {AFAB, 2, 2, {62, 2, 4, 6, 0}, false},       {AFAB, 2, 2, {60, 2, 4, 6, 0}, true},
-        {AFAB, 2, 2, {1.5, 1, 1, 2, 0}, true},       {AFAB, 2, 2, {1.25, 1, 1, 2, 0}, false},
-        {AFAB, 2, 2, {1, 1, 0, 1, 0}, false},        {AFAB, 2, 2, {1, 1, 1, 2, 1}, false},
-        {AFAB, 3, 3, {1, 1, 1, 2, 0}, true},         {AFAB, 4, 3, {1, 1, 1, 2, 0}, false},
-        {AFAB, 3, 4, {1, 1, 1, 2, 0}, false},        {DUALPIPE, 2, 2, {1, 1, 1, 3, 0}, false},
+        {AFAB, 2, 2, {30, 1, 1, 2, 0}, true},       {AFAB, 2, 2, {31, 1, 1, 2, 0}, false},
+        {AFAB, 2, 2, {62, 2, 4, 6, 0}, false},      {AFAB, 2, 2, {60, 2, 4, 6, 0}, true},
+        {AFAB, 2, 2, {1.5, 1, 1, 2, 0}, true},      {AFAB, 2, 2, {1.25, 1, 1, 2, 0}, false},
+        {AFAB, 2, 2, {1, 1, 0, 1, 0}, false},       {AFAB, 2, 2, {1, 1, 1, 2, 1}, false},
+        {AFAB, 3, 3, {1, 1, 1, 2, 0}, true},        {AFAB, 4, 3, {1, 1, 1, 2, 0}, false},
+        {AFAB, 3, 4, {1, 1, 1, 2, 0}, false},       {DUALPIPE, 2, 2, {1, 1, 1, 3, 0}, false},
         {INTERLEAVED, 3, 3, {1, 1, 1, 2, 0}, true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

@@ -247,8 +247,7 @@ static void zero3_names_the_bad_weight_of_its_part(void) {
     Trainer *t = zero3_trainer("", mesh_new((MeshShape){.dp = n}), true, NULL);
     const Params *p = &t->model->params;
     Batch batch = batch_new(t, 0);
-    MicroBatch micro =
-        micro_batch_new(t->model, 0, t->config.micro_batch, batch.tokens, batch.targets, 1);
+    MicroBatch micro = micro_batch_new(t->model, 0, t->config.micro_batch, batch.tokens, batch.targets, 1);
     int named_here = 0;
     for (int i = 0; i < p->count; i++)
         for (int rank = 0; rank < n; rank++) {
