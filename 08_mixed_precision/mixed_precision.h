@@ -74,8 +74,9 @@ Config fp8_small(const char *data, int recipe, const char *more);
 void fp8_set(Config *config, int recipe);  // --fp8, with its standard tiles, sent in 16 bits
 // recipe_outliers.c: training with an outlier in the activations
 void fp8_outliers(Group ranks);
-// recipe_convergence.c: --long: 500 steps from random and from trained weights
-void fp8_convergence(Mesh mesh, const Config *config);
+// recipe_convergence.c: --long: the model's steps from random and from trained weights, of 2 to 4 seeds, and
+// then the loss of so many held-out samples
+void fp8_convergence(Group ranks, const Config *model, int64_t held_out, int seeds);
 // Deviation of x (rows, columns) from sums of a row's and a column's value, with (rows - 1) (columns - 1)
 // degrees of freedom.
 double fp8_chance(const double *x, int rows, int columns);

@@ -21,7 +21,7 @@
 #include "mixed_precision.h"
 #include "tensor/rng.h"
 
-enum { SEEDS = 4, HELD_OUT = 512, BASE = 2, ROWS = BASE + MXFP8 };
+enum { SEEDS = 4, BASE = 2, ROWS = BASE + MXFP8 };
 enum { NEXT_SAMPLES = 100 };  // of a seed that continues: seed + this
 static const double within = 0.01, moved_by = 1.0 / 16;
 
@@ -58,12 +58,19 @@ static const char *name_of(int row) {
     return row == 0 ? "bf16" : row == 1 ? "bf16, moved" : fp8_recipes[row - BASE].name;
 }
 
-// The held-out loss after `steps` steps. start: weights to begin with; NULL: random ones. *end (may be
-// NULL): the final weights, for the caller to free.
-static double trained(const Config *config, int row, int64_t seed, const double *start, double **end) {
-    Config c = config_default("dtype=bf16 steps=500");
+// What all runs are of.
+typedef struct Task {
+    Config model;
+    int64_t held_out;  // samples
+    int seeds;
+    Group ranks;
+} Task;
+
+// The held-out loss after all steps. start: weights to begin with; NULL: random ones. *end (may be NULL): the
+// final weights, for the caller to free.
+static double trained(const Task *task, int row, int64_t seed, const double *start, double **end) {
+    Config c = task->model;
     c.seed = seed;
-    c.data = small_text(config);
     fp8_set(&c, row < BASE ? NO_FP8 : row - BASE + 1);
     Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
     const Params *p = &t->model->params;
@@ -76,7 +83,7 @@ static double trained(const Config *config, int row, int64_t seed, const double 
     }
     for (int64_t step = 0; step < c.steps; step++) train_step(t, NULL);
     if (end) *end = new_copy(p);
-    double loss = held_out_loss(t, HELD_OUT);
+    double loss = held_out_loss(t, task->held_out);
     trainer_free(t);
     return loss;
 }
@@ -101,14 +108,14 @@ double fp8_chance(const double *x, int rows, int columns) {
 bool fp8_is_off(double off, double error) { return !(fabs(off) < within + 3 * error); }
 
 // The table of one phase, and whether it agrees with the literature: stable recipes within 1% of bf16.
-static double judge(const double *loss, int seeds, const char *from) {
+static double judge(const double *loss, int64_t steps, int seeds, const char *from) {
     double x[ROWS * SEEDS], base = 0;
     for (int i = 0; i < ROWS * seeds; i++) x[i] = log(loss[i]);
     for (int i = 0; i < BASE * seeds; i++) base += x[i] / (BASE * seeds);
     double chance = fp8_chance(x, ROWS, seeds), error = chance * sqrt((1 + 1.0 / BASE) / seeds);
-    say("\n500 steps of the default model from %s, mean of %d seeds:\n", from, seeds);
+    say("\n%lld steps of the default model from %s, mean of %d seeds:\n", (long long)steps, from, seeds);
     say("  %-12s %14s %10s", "", "held-out loss", "of bf16's");
-    char *title = format_text("500 steps from %s, of bf16's", from);
+    char *title = format_text("%lld steps from %s, of bf16's", (long long)steps, from);
     for (int row = 0; row < ROWS; row++) {
         double off = -base, mean = 0;
         for (int i = 0; i < seeds; i++) {
@@ -130,13 +137,14 @@ static double judge(const double *loss, int seeds, const char *from) {
 }
 
 // Ranks synchronize after each row, so none waits longer than one run takes.
-static void run_phase(double *loss, const Config *config, int seeds, Group ranks, double **start,
-                      double **end, int phase) {
+static void run_phase(double *loss, const Task *task, double **start, double **end, int phase) {
+    const int seeds = task->seeds;
+    Group ranks = task->ranks;
     for (int row = 0; row < ROWS; row++) {
         for (int i = 0; i < seeds; i++) {
             loss[row * seeds + i] = 0;
             if (i % ranks.size == ranks.rank)
-                loss[row * seeds + i] = trained(config, row, i + 1 + (start ? NEXT_SAMPLES : 0),
+                loss[row * seeds + i] = trained(task, row, i + 1 + (start ? NEXT_SAMPLES : 0),
                                                 start ? start[i] : NULL, row == 0 && end ? &end[i] : NULL);
         }
         comm_sum_all(loss + (ptrdiff_t)row * seeds, seeds, ranks);
@@ -144,13 +152,13 @@ static void run_phase(double *loss, const Config *config, int seeds, Group ranks
     }
 }
 
-void fp8_convergence(Mesh mesh, const Config *config) {
-    int seeds = (int)config_number(config, "long");
+void fp8_convergence(Group ranks, const Config *model, int64_t held_out, int seeds) {
+    const Task task = {*model, held_out, seeds, ranks};
     double early[ROWS * SEEDS], late[ROWS * SEEDS], *trained_weights[SEEDS] = {NULL};
-    run_phase(early, config, seeds, mesh.world, NULL, trained_weights, 0);
-    run_phase(late, config, seeds, mesh.world, trained_weights, NULL, 1);
-    judge(early, seeds, "random weights");
-    double error = judge(late, seeds, "trained weights");
+    run_phase(early, &task, NULL, trained_weights, 0);
+    run_phase(late, &task, trained_weights, NULL, 1);
+    judge(early, model->steps, seeds, "random weights");
+    double error = judge(late, model->steps, seeds, "trained weights");
     report_that(error < within / 4, "chance leaves the second table's means %.2f%%, too much to tell 1%%",
                 100 * error);
     for (int i = 0; i < seeds; i++) free(trained_weights[i]);

@@ -159,5 +159,8 @@ void fp8_training(Mesh mesh, const Config *config) {
     show_losses(mesh.world, small_text(config));
     show_wire(mesh, small_text(config));
     if (curves) show_rates(curves, small_text(config));
-    if (config_number(config, "long")) fp8_convergence(mesh, config);
+    int seeds = (int)config_number(config, "long");
+    Config model = config_default("dtype=bf16 steps=500");
+    model.data = small_text(config);
+    if (seeds) fp8_convergence(mesh.world, &model, 512, seeds);
 }

@@ -51,6 +51,22 @@ trains $to20 --resume "$work/newest" --save "$work/newest" --save-every 4 &&
     [ "$(ls -A "$work/newest" | tr '\n' ' ')" = "step-000008 step-000016 step-000020 " ]
 report $? "resumes into the folder that it came from"
 
+# Steps are counted from the run's beginning, not from the resumption; what is held out is the same.
+evaluated=${run/--eval-every 0/--eval-every 2}
+if wanted "a resumed run looks at held-out losses in the steps in which a straight one does"; then
+    trains $shape $evaluated --steps 7 --save "$work/looks" --save-every 3 --json "$work/straight.json" &&
+        grep '  held-out loss' "$out" | grep -v '^step 2 ' >"$work/straight.txt" &&
+        trains $evaluated --steps 7 --resume "$work/looks/step-000003" --json "$work/resumed.json" &&
+        grep '  held-out loss' "$out" >"$work/resumed.txt" &&
+        [ "$(cut -d' ' -f1,2 "$work/resumed.txt" | tr '\n' ' ')" = "step 4 step 6 " ] &&
+        cmp "$work/straight.txt" "$work/resumed.txt" >>"$err" 2>&1 &&
+        python3 -c 'import json, sys
+straight, resumed = [json.load(open(name))["series"]["held-out loss"] for name in sys.argv[1:]]
+assert [x is not None for x in resumed] == [True, False, True, False] and straight[3:] == resumed' \
+            "$work/straight.json" "$work/resumed.json" 2>>"$err"
+    report $? "a resumed run looks at held-out losses in the steps in which a straight one does"
+fi
+
 # ---- continuing with other settings ----
 
 rm -rf "$work/otherwise"

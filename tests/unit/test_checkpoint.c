@@ -292,12 +292,20 @@ static void counts_that_would_overflow_are_refused(void **state) {
     edit_state("sample", "9223372036854775807");
     expect_refusal(load_optimizer, &(Load){&run, "out"},
                    "sample is 9223372036854775807, and no run has more");
+    edit_state("sample", "9999999999999999999");
+    expect_refusal(load_optimizer, &(Load){&run, "out"}, "sample is no whole number");
+    for (int negative = 0; negative < 2; negative++) {
+        run.progress.sample = negative ? -1 : 8;
+        run.optimizer.step = negative ? 1 : -1;
+        run_save(&run, "out");
+        expect_refusal(load_optimizer, &(Load){&run, "out"},
+                       "step, sample and optimizer_step must not be negative");
+    }
     run.progress.sample = 8;
-    run.optimizer.step = -1;
     run_save(&run, "out");
-    expect_refusal(load_optimizer, &(Load){&run, "out"},
-                   "step, sample and optimizer_step must not be negative");
     edit_state("sample", "x");
+    expect_refusal(load_optimizer, &(Load){&run, "out"}, "sample is no whole number");
+    edit_state("sample", "\" ");
     expect_refusal(load_optimizer, &(Load){&run, "out"}, "sample is no whole number");
     run_free(&run);
 }
@@ -312,6 +320,12 @@ static void what_a_recipe_keeps_must_be_finite(void **state) {
     run_save(&run, "out");
     expect_refusal(load_optimizer, &(Load){&run, "out"},
                    "optimizer.safetensors: element 1 of recipe is -inf in f64, and must be finite");
+    // One that keeps fewer is another recipe.
+    run.model->params.kept_count = 1;
+    run_save(&run, "out");
+    run.model->params.kept_count = 2;
+    expect_refusal(load_optimizer, &(Load){&run, "out"},
+                   "keeps 1 numbers from step to step, and this one keeps 2: resume it with the recipe's");
     run.model->params.kept_count = 0;
     run_free(&run);
 }

@@ -23,6 +23,7 @@ static void weights_of_another_model_are_refused(void **state) {
         {"", "kv-heads=3",
          "model.layers.0.self_attn.k_proj.weight has shape (4, 12), the model's is (6, 12)"},
         {"vocab=12", "", "model.embed_tokens.weight has shape (12, 12), the model's is (11, 12)"},
+        {"hidden=24", "", "model.embed_tokens.weight has shape (11, 24), the model's is (11, 12)"},
         {"tied", "", "lacks the tensor lm_head.weight"},
         {"", "tied", "lm_head.weight differs from model.embed_tokens.weight"},
     };
@@ -91,6 +92,28 @@ static void weights_that_are_not_finite_are_named(void **state) {
         run_free(&saved);
         run_free(&loaded);
     }
+}
+
+// Where a rank has a part of a weight, its elements are numbered as in the whole one.
+static void an_element_of_a_part_has_its_number_in_the_whole(void **state) {
+    (void)state;
+    Run saved = run_new("dtype=f32"), loaded = {.config = saved.config};
+    run_save(&saved, "out");
+    size_t size;
+    char *text = read_text("out/step-000000/model.safetensors", &size);
+    uint64_t header;
+    memcpy(&header, text, sizeof header);
+    memcpy(text + 8 + header + (6 * 12 + 5) * sizeof(float), "\0\0\x80\x7f", sizeof(float));
+    write_text("out/step-000000/model.safetensors", text, size);
+    loaded.model = model_new(&loaded.config, mesh_single());
+    param_shard(loaded.model->embedding, 0, 4, 3);  // rows 4, 5 and 6
+    params_measure(&loaded.model->params);
+    model_allocate(loaded.model);
+    loaded.optimizer = optimizer_new(&loaded.config, &loaded.model->params);
+    expect_refusal(load_weights, &(Load){&loaded, "out"}, "element 77 of model.embed_tokens.weight is inf");
+    free(text);
+    run_free(&saved);
+    run_free(&loaded);
 }
 
 static void read_zeros(void *context, int tensor, uint8_t *bytes) {
@@ -274,6 +297,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(weights_of_another_model_are_refused), IN_A_FOLDER(transposed_weights_are_refused),
         IN_A_FOLDER(weights_of_a_dtype_that_is_none_of_weights_are_refused),
         IN_A_FOLDER(weights_that_are_not_finite_are_named),
+        IN_A_FOLDER(an_element_of_a_part_has_its_number_in_the_whole),
         IN_A_FOLDER(only_harmless_surplus_is_let_pass),    IN_A_FOLDER(weights_in_several_files_load),
         IN_A_FOLDER(weights_in_pythons_format_are_named),  IN_A_FOLDER(a_damaged_file_is_named),
     };

@@ -164,6 +164,56 @@ static void the_h200_differs_from_the_h100_in_memory(void **context) {
     assert_string_equal(machine_names(), "dgx-a100|dgx-h100|h200");
 }
 
+// Datasheets give NVLink's bytes of both ways, and a network's bits.
+static void each_machine_has_its_own_links(void **context) {
+    (void)context;
+    static const struct {
+        const char *name;
+        double node, network;
+    } rows[] = {{"dgx-a100", 600e9 / 2, 200e9 / 8}, {"dgx-h100", 900e9 / 2, 400e9 / 8},
+                {"h200", 900e9 / 2, 400e9 / 8}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const Machine *machine = machine_find(rows[i].name);
+        ASSERT_SAME(machine->node_bytes_per_second, rows[i].node);
+        ASSERT_SAME(machine->network_bytes_per_second, rows[i].network);
+        ASSERT_SAME(machine->node_latency, 3.4e-6);
+        ASSERT_SAME(machine->network_latency, 9.6e-6);
+        assert_int_equal(machine->gpus_per_node, 8);
+    }
+}
+
+// Of a node's link and the network's, which work at once, each reaches what its own bytes let it.
+static void each_link_reaches_what_its_bytes_let_it(void **context) {
+    (void)context;
+    static const Efficiency table[] = {{WORK_COLLECTIVE, 1e6, 0.5}};
+    clock_set_efficiency(table, 1);
+    const double far = clock_transfers_seconds((Traffic){1, 1e3, 0}, (Traffic){1, 0, 1e9}),
+                 near = clock_transfers_seconds((Traffic){1, 0, 1e9}, (Traffic){1, 1e3, 0});
+    clock_set_efficiency(NULL, 0);
+    assert_true(fabs(far / (9.6e-6 + 1e9 / 50e9 / 0.5) - 1) < 1e-12);
+    assert_true(fabs(near / (9.6e-6 + 1e9 / 450e9 / 0.5) - 1) < 1e-12);
+}
+
+static void a_wait_lasts_until_its_time_and_no_longer(void **context) {
+    (void)context;
+    clock_model_set(5);
+    ASSERT_SAME(clock_model_wait(4), 0);
+    ASSERT_SAME(clock_model_now(), 5);
+    ASSERT_SAME(clock_model_wait(7), 2);
+    ASSERT_SAME(clock_model_now(), 7);
+}
+
+// A number belongs to a mark's name unless a blank stands before it.
+static void only_a_number_after_a_blank_is_left_out(void **context) {
+    (void)context;
+    static const char *const names[] = {"zero3", "zero1", "12", "a b2"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        clock_push(names[i]);
+        clock_pop();
+        assert_int_equal(clock_mark(names[i]).calls, 1);
+    }
+}
+
 static void marks_add_up_by_path_without_their_numbers(void **context) {
     (void)context;
     for (int step = 1; step <= 12; step++) {
@@ -204,7 +254,7 @@ static void a_reset_inside_a_mark_counts_from_there(void **context) {
 
 // ---- the trace ----
 
-static cJSON *traced(void) {
+static char *trace_text(void) {
     char file[] = "/tmp/trace-XXXXXX";
     int descriptor = mkstemp(file);
     assert_true(descriptor >= 0);
@@ -218,6 +268,11 @@ static cJSON *traced(void) {
     assert_true(fread(text, 1, (1 << 20) - 1, in) > 0);
     fclose(in);
     remove(file);
+    return text;
+}
+
+static cJSON *traced(void) {
+    char *text = trace_text();
     cJSON *trace = cJSON_Parse(text);
     if (!trace) fail_msg("the trace is no JSON: %.200s", text);
     free(text);
@@ -281,6 +336,40 @@ static void the_trace_nests_marks_and_operations_on_both_clocks(void **context) 
     cJSON_Delete(trace);
     clock_pop();
     clock_pop();
+}
+
+// JSON strings have no raw control characters, and a backslash before quotes and backslashes.
+static void the_trace_has_any_name_as_it_is(void **context) {
+    (void)context;
+    const char *name = "a \"b\" \\ \x1f\x01\n";
+    clock_trace_start();
+    clock_push(name);
+    clock_pop();
+    char *text = trace_text();
+    for (const char *c = text; *c; c++) assert_true((unsigned char)*c >= 0x20 || *c == '\n');
+    cJSON *trace = cJSON_Parse(text);
+    if (!trace) fail_msg("the trace is no JSON: %.400s", text);
+    int seen = 0;
+    const cJSON *event;
+    cJSON_ArrayForEach(event, cJSON_GetObjectItemCaseSensitive(trace, "traceEvents")) {
+        seen += !strcmp(text_of(event, "name"), name);
+    }
+    assert_int_equal(seen, 2);  // on both clocks
+    cJSON_Delete(trace);
+    free(text);
+}
+
+// Of a dry run, too, a trace says how long each operation took to be counted.
+static void the_trace_of_a_dry_run_has_the_wall_clock(void **context) {
+    (void)context;
+    device_dry_run(true);
+    clock_trace_start();
+    operate("counted", F32, 1, 1);
+    device_dry_run(false);
+    const Event *events;
+    const int64_t count = clock_events(&events);
+    assert_int_equal(count, 1);
+    assert_true(events[0].wall_end >= events[0].wall && events[0].wall >= clock_trace_origin(false));
 }
 
 static void the_trace_has_exact_model_times_and_memory_by_kind(void **context) {
@@ -368,9 +457,15 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(the_h200_differs_from_the_h100_in_memory, start_again),
         cmocka_unit_test_setup(a_ring_is_as_wide_as_the_narrower_of_nvlink_and_all_ports, start_again),
         cmocka_unit_test_setup(what_is_reached_follows_both_efficiencies, start_again),
+        cmocka_unit_test_setup(each_machine_has_its_own_links, start_again),
+        cmocka_unit_test_setup(each_link_reaches_what_its_bytes_let_it, start_again),
+        cmocka_unit_test_setup(a_wait_lasts_until_its_time_and_no_longer, start_again),
+        cmocka_unit_test_setup(only_a_number_after_a_blank_is_left_out, start_again),
         cmocka_unit_test_setup(marks_add_up_by_path_without_their_numbers, start_again),
         cmocka_unit_test_setup(a_reset_inside_a_mark_counts_from_there, start_again),
         cmocka_unit_test_setup(the_trace_nests_marks_and_operations_on_both_clocks, start_again),
+        cmocka_unit_test_setup(the_trace_has_any_name_as_it_is, start_again),
+        cmocka_unit_test_setup(the_trace_of_a_dry_run_has_the_wall_clock, start_again),
         cmocka_unit_test_setup(the_trace_has_exact_model_times_and_memory_by_kind, start_again),
         cmocka_unit_test_setup(the_trace_says_null_of_what_is_not_finite, start_again),
     };

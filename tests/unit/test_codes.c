@@ -231,6 +231,30 @@ static void random_rounding_knows_places(void **state) {
     tensor_free(&t), tensor_free(&y);
 }
 
+// Places 2^32 elements apart have other numbers, and so have the steps: no weight is too large for that.
+static void random_rounding_knows_places_beyond_2_32(void **state) {
+    (void)state;
+    enum { COUNT = 500, WAYS = 4 };
+    const int64_t far = (int64_t)1 << 32;
+    // of one column: an element's place is `first` + `origin` + its index
+    const RandomPlace place[WAYS] = {{7, RNG_TEST, 3, 0, 1, 0, 1},
+                                     {7, RNG_TEST, 3, 0, 1, far, 1},
+                                     {7, RNG_TEST, 3, far, 1, 0, 1},
+                                     {7, RNG_TEST, 4, 0, 1, 0, 1}};
+    double x[COUNT], got[WAYS][COUNT];
+    for (int i = 0; i < COUNT; i++) x[i] = 1 + 0x1p-8;  // half of the way to the next
+    Tensor t = tensor_of(F32, COUNT, 1, x), y = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(COUNT, 1));
+    for (int i = 0; i < WAYS; i++) {
+        op_round_stochastic(y, t, place[i]);
+        tensor_to_doubles(got[i], y);
+    }
+    assert_memory_equal(got[1], got[2], sizeof *got);
+    assert_memory_not_equal(got[0], got[1], sizeof *got);
+    assert_memory_not_equal(got[0], got[3], sizeof *got);
+    assert_memory_not_equal(got[1], got[3], sizeof *got);
+    tensor_free(&t), tensor_free(&y);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cmocka_set_message_output(CM_OUTPUT_TAP);
@@ -240,6 +264,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(scales_are_found_again),
         cmocka_unit_test(zeros_infinities_and_saturation),
         cmocka_unit_test(random_rounding_knows_places),
+        cmocka_unit_test(random_rounding_knows_places_beyond_2_32),
     };
     return cmocka_run_group_tests_name("codes", tests, NULL, NULL);
 }

@@ -447,6 +447,29 @@ static void prompts_are_masked_from_none_to_all(void **state) {
         }
 }
 
+// A run of more than 2^32 samples does not start over.
+static void samples_beyond_2_32_are_others(void **state) {
+    (void)state;
+    enum { SAMPLES = 200, LONG = 99 };
+    const int64_t far = (int64_t)1 << 32;
+    Data data = counting();
+    int same_start = 0, same_mask = 0;
+    for (int64_t i = 0; i < SAMPLES; i++) {
+        int32_t a[SEQ], b[SEQ], targets[SEQ], near_mask[LONG] = {0}, far_mask[LONG] = {0};
+        data_sample(&data, 1, i, false, SEQ, a, targets);
+        data_sample(&data, 1, i + far, false, SEQ, b, targets);
+        same_start += a[0] == b[0];
+        data_mask_prompt(1, i, LONG, near_mask);
+        data_mask_prompt(1, i + far, LONG, far_mask);
+        same_mask += memcmp(near_mask, far_mask, sizeof near_mask) == 0;
+    }
+    // By chance SAMPLES / starts = 0.4, and SAMPLES / LONG = 2.
+    if (same_start > 8 || same_mask > 16)
+        fail_msg("of %d samples, %d begin where others do, and %d are masked so", SAMPLES, same_start,
+                 same_mask);
+    data_close(&data);
+}
+
 static void masks_differ_by_seed(void **state) {
     (void)state;
     enum { SAMPLES = 1000, LONG = 99 };
@@ -477,6 +500,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(samples_differ_by_index_seed_and_part),
         cmocka_unit_test(prompts_are_masked_from_none_to_all),
         cmocka_unit_test(masks_differ_by_seed),
+        cmocka_unit_test(samples_beyond_2_32_are_others),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

@@ -327,7 +327,8 @@ static void matmul_matches(void **state) {
 static void random_rounding_matches(void **state) {
     (void)state;
     enum { COUNT = 700 };
-    RandomPlace place = {3, 1ull << 63 | 77, 5, 11, 9, 40, 20};
+    // In a weight of more than 2^32 elements, of which a rank stores more than 2^32, too.
+    RandomPlace place = {3, 1ull << 63 | 77, 5, 3ll << 32 | 11, 9, 5ll << 32 | 40, 20};
     Doubles numbers = random_numbers(F32, COUNT, 1);
     numbers[7] = INFINITY, numbers[8] = NAN;
     float x[COUNT];

@@ -134,6 +134,27 @@ static void a_large_weight_is_born_as_a_small_one(void) {
     params_free(&p);
 }
 
+// A weight of 2^33 elements: the last rank's have numbers of their own, not those of 2^32 elements before.
+static void a_huge_weight_does_not_start_over(void) {
+    if (me) return;
+    enum { RANKS = 1 << 20, ROWS = 2, COLUMNS = 1 << 12 };
+    const ParamSpec spec = {"huge", WHOLE, (int64_t)RANKS * ROWS, COLUMNS, true, 0.5};
+    const int64_t first_row = (int64_t)(RANKS - 1) * ROWS;
+    Mesh mesh = imagined_mesh(1, 0, RANKS, RANKS - 1);
+    Params p;
+    params_begin(&p, &mesh);
+    params_add_unit(&p, "all");
+    params_add(&p, &spec);
+    param_shard(&p.param[0], 0, first_row, ROWS);
+    params_measure(&p);
+    p = allocated(p, SHARD_NOTHING, F64);
+    double *born = host_copy(p.values);
+    for (int64_t i = 0; i < ROWS * COLUMNS; i += 101)
+        SAME(born[i], 0.5 * rng_normal(7, rng_stream("huge"), (uint64_t)(first_row * COLUMNS + i)));
+    free(born);
+    params_free(&p);
+}
+
 // Numbers that were drawn once are cached, for this seed and this weight.
 static void a_seed_draws_its_own_numbers(void) {
     const ParamSpec specs[] = {{"one", WHOLE, 3, 5, true, 1}, {"other", WHOLE, 3, 5, true, 1}};
@@ -498,6 +519,7 @@ static const RankTest tests[] = {
     TEST(shapes_are_those_of_the_shards),
     TEST(shards_are_born_as_slices),
     TEST(a_large_weight_is_born_as_a_small_one),
+    TEST(a_huge_weight_does_not_start_over),
     TEST(a_seed_draws_its_own_numbers),
     TEST(each_stage_stores_its_own),
     TEST(techniques_cover_each_weight),

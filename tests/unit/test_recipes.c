@@ -487,6 +487,40 @@ static void a_delayed_scale_saturates_and_a_current_one_does_not(void **state) {
     }
 }
 
+// ---- moments in 8 and 16 bits ----
+
+static double largest_of(const Params *p, const Param *param, Tensor stored, StateKind kind) {
+    const Tensor part = param_own_part(p, param, stored, NULL);
+    const int64_t count = tensor_count(part);
+    const Rounding *r = p->recipe.rounding;
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(count));
+    r->load(r->context, wide, part, (StatePart){.param = param, .kind = kind});
+    double *x = host_alloc((size_t)count * sizeof *x), largest = 0;
+    tensor_to_doubles(x, wide);
+    for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(x[i]));
+    free(x);
+    tensor_free(&wide);
+    return largest;
+}
+
+// m and v have scales of their own. After the first step m = 0.1 g and v = 0.05 g^2, so the largest of v is 5
+// times the square of that of m, but for their rounding: to 1/16 of it in e4m3, and to less in 16 bits.
+static void each_moment_has_its_own_scale(void **state) {
+    (void)state;
+    Config c = fp8_small(NULL, NANOTRON, "layers=1 steps=1 clip=0 optimizer=adamw lr=0.001");
+    Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
+    train_step(t, NULL);
+    const Params *p = &t->model->params;
+    for (int i = 0; i < p->count; i++) {
+        const Param *param = &p->param[i];
+        const UnitState *unit = &t->optimizer.unit[param->unit];
+        const double m = largest_of(p, param, unit->m, STATE_M), v = largest_of(p, param, unit->v, STATE_V);
+        if (!(fabs(v / (5 * m * m) - 1) < 0.15))
+            fail_msg("%s: the largest v is %g, and the largest m %g", param->name, v, m);
+    }
+    trainer_free(t);
+}
+
 // ---- chance ----
 
 // Runs and seeds may differ by any amount; what a run does with only one of the seeds is chance.
@@ -546,6 +580,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(each_weight_seed_and_step_has_its_random_numbers),
         cmocka_unit_test(a_part_is_rounded_as_in_the_whole_weight),
         cmocka_unit_test(a_delayed_scale_saturates_and_a_current_one_does_not),
+        cmocka_unit_test(each_moment_has_its_own_scale),
         cmocka_unit_test(chance_is_what_rows_and_columns_leave),
         cmocka_unit_test(a_sound_recipe_is_rarely_refused),
     };

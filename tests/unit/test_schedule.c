@@ -146,6 +146,11 @@ static void no_bubble_is_below_the_least(void **context) {
     ASSERT_SAME(schedule_least_bubble(&wish), 30);
     wish.limit = 2;
     ASSERT_SAME(schedule_least_bubble(&wish), 50);
+    // A hop there and one back before the second micro-batch that is held may begin; and one there at least.
+    wish.durations.hop = 3;
+    ASSERT_SAME(schedule_least_bubble(&wish), 50 + 2 * 3 * 3);
+    wish.limit = 8;
+    ASSERT_SAME(schedule_least_bubble(&wish), 30 + 3 * 3);
 }
 
 // The three steps from which zero_bubble_v.c has its formulas.
@@ -326,6 +331,7 @@ static void the_greedy_scheduler_uses_all_memory_that_it_is_given(void **context
         double bubble, period, bubble_with_hops;
     } expected[] = {{4, 42, 42, 146}, {5, 34, 34, 104}, {6, 30, 26, 66}, {7, 30, 18, 54}, {8, 30, 12, 48}};
     const Durations hops = {10, 12, 8, 30, 6};
+    ASSERT_SAME(bubble_of(make(ZB_AUTO, 4, 16), papers), 42);  // asked for no limit, it takes 1F1B's
     for (int i = 0; i < 5; i++) {
         Schedule s = schedule_zero_bubble_auto(4, 16, papers, expected[i].limit);
         ScheduleTimes times = schedule_times(&s, papers);
@@ -476,6 +482,68 @@ static void the_search_finds_what_trying_all_orders_finds(void **context) {
         }
 }
 
+// It takes what it can count in whole units, of which the longest pass has 30, in any order of single passes.
+static void the_search_takes_no_more_than_it_can_count(void **context) {
+    (void)context;
+    static const struct {
+        ScheduleKind kind;
+        int p, m;
+        Durations d;
+        bool can;
+    } cases[] = {
+        {AFAB, 2, 2, {30, 1, 1, 2, 0}, true},       {AFAB, 2, 2, {31, 1, 1, 2, 0}, false},
+        {AFAB, 2, 2, {62, 2, 4, 6, 0}, false},      {AFAB, 2, 2, {60, 2, 4, 6, 0}, true},
+        {AFAB, 2, 2, {1.5, 1, 1, 2, 0}, true},      {AFAB, 2, 2, {1.25, 1, 1, 2, 0}, false},
+        {AFAB, 2, 2, {1, 1, 0, 1, 0}, false},       {AFAB, 2, 2, {1, 1, 1, 2, 1}, false},
+        {AFAB, 3, 3, {1, 1, 1, 2, 0}, true},        {AFAB, 4, 3, {1, 1, 1, 2, 0}, false},
+        {AFAB, 3, 4, {1, 1, 1, 2, 0}, false},       {DUALPIPE, 2, 2, {1, 1, 1, 3, 0}, false},
+        {INTERLEAVED, 3, 3, {1, 1, 1, 2, 0}, true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Schedule s = make(cases[i].kind, cases[i].p, cases[i].m);
+        if (schedule_can_search(&s, cases[i].d) != cases[i].can) fail_msg("case %zu: it says otherwise", i);
+        schedule_free(&s);
+    }
+}
+
+// With the fewest micro-batches for which a formula is stated, there is one.
+static void formulas_begin_where_they_say(void **context) {
+    (void)context;
+    static const ScheduleKind kinds[] = {ZB_H1, ZB_H2, ZB_V, DUALPIPE, DUALPIPE_V};
+    for (int p = 2; p <= 8; p += 2)
+        for (int i = 0; i < 5; i++) {
+            const int fewest[] = {p, 2 * p - 1, 2 * p - 1, 2 * p, 2 * p};
+            for (int fewer = 0; fewer < 2; fewer++) {
+                ScheduleWish wish = {.ranks = p, .micro_batches = fewest[i] - fewer, .durations = papers};
+                const double bubble = schedule_bubble_formula(kinds[i], &wish);
+                if (isnan(bubble) != fewer)
+                    fail_msg("kind %d, p=%d m=%d: %g", (int)kinds[i], p, wish.micro_batches, bubble);
+            }
+        }
+}
+
+// What a step needs most of may be on any rank: here stages 0 and 2 are on rank 0, which sends on twice.
+static void the_most_is_of_the_rank_that_has_it(void **context) {
+    (void)context;
+    enum { P = 3, STAGES = 4, M = 2 };
+    static const int place[STAGES] = {0, 1, 0, 2};
+    Schedule s = schedule_new("mine", P, M, STAGES, 1);
+    for (int k = 0; k < STAGES; k++) s.place[k] = place[k];
+    for (int i = 0; i < M; i++)
+        for (int k = 0; k < STAGES; k++) schedule_add(&s, place[k], PASS_F, k, i);
+    for (int i = 0; i < M; i++)
+        for (int k = STAGES - 1; k >= 0; k--) {
+            schedule_add(&s, place[k], PASS_B, k, i);
+            schedule_add(&s, place[k], PASS_W, k, i);
+        }
+    const RankCosts most = schedule_most(&s);
+    assert_int_equal(most.activations, 2 * M);
+    assert_int_equal(most.gradients, M);
+    ASSERT_SAME(most.weights, 2.0 * P / STAGES);
+    ASSERT_SAME(most.held_to_w, 2.0 * M * P / STAGES);
+    schedule_free(&s);
+}
+
 static void the_search_takes_stages_of_a_rank_one_after_the_other(void **context) {
     (void)context;
     for (int m = 1; m <= 3; m++) {
@@ -512,6 +580,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_shorter_pair_leaves_the_middle_of_dualpipe_idle_by_the_formula),
         cmocka_unit_test(the_period_is_what_repeated_steps_cost),
         cmocka_unit_test(the_search_finds_what_trying_all_orders_finds),
+        cmocka_unit_test(the_search_takes_no_more_than_it_can_count),
+        cmocka_unit_test(formulas_begin_where_they_say),
+        cmocka_unit_test(the_most_is_of_the_rank_that_has_it),
         cmocka_unit_test(the_search_takes_stages_of_a_rank_one_after_the_other),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -70,6 +70,32 @@ static void each_rule_refuses_what_breaks_it(void **context) {
     refused(s, RULE_DEADLOCK, 0, 1);
 }
 
+// What stands against the action that is refused: where, and on which rank.
+static void told(Schedule s, const char *words) {
+    ScheduleFault fault;
+    assert_false(schedule_verify(&s, &fault));
+    if (!strstr(fault.sentence, words)) fail_msg("expected \"%s\"; got: %s", words, fault.sentence);
+    schedule_free(&s);
+}
+
+static void what_breaks_a_rule_is_told_with_what_stands_against_it(void **context) {
+    (void)context;
+    told(with(ZB_H1, 2, 2, 0, 1, (Action){1, {{PASS_F, 2, 1, 0}}}), "2 stages, 2 micro-batches, 1 ");
+    told(with(DUALPIPE, 2, 4, 0, 0, (Action){1, {{PASS_F, 0, 0, 1}}}), "micro-batch 0 goes in direction 0");
+    told(with(ZB_H1, 2, 2, 0, 1, (Action){1, {{PASS_F, 1, 1, 0}}}), "stage 1 of direction 0 is on rank 1");
+    told(with(ZB_H1, 2, 2, 0, 1, (Action){1, {{PASS_F, 0, 0, 0}}}), "F0.0.0 stands at position 0 already");
+    told(swapped(ZB_H1, 2, 2, 1, 0, 1), "F1.0.0 stands at position 1");
+    told(swapped(ZB_H1, 2, 2, 0, 2, 3), "B0.0.0 stands at position 3");
+    // rank 1 takes F2 before F1; 1F1B: rank 0: F0 F1 BW0 F2 …; rank 1: F0 BW0 F1 BW1 F2 BW2
+    Schedule s = swapped(ONE_F_ONE_B, 2, 3, 1, 2, 4);
+    ScheduleFault fault;
+    assert_false(schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault));
+    const char *words = "message 1 from rank 0 is for F1.1.0, sent at position 1 there";
+    if (fault.rank != 1 || fault.position != 2 || !strstr(fault.sentence, words))
+        fail_msg("expected \"%s\"; got: %s", words, fault.sentence);
+    schedule_free(&s);
+}
+
 static void what_cannot_be_made_is_refused_by_its_flag(void **context) {
     (void)context;
     ScheduleWish odd = {3, 6, 2, 0, false, 0, papers}, short_group = {4, 8, 2, 3, false, 0, papers};
@@ -80,6 +106,8 @@ static void what_cannot_be_made_is_refused_by_its_flag(void **context) {
     assert_null(schedule_refusal(INTERLEAVED, &short_group));
     ScheduleWish many = {64, 8, 16, 0, false, 0, papers};
     assert_non_null(strstr(schedule_refusal(INTERLEAVED, &many), "--chunks"));
+    many.chunks = 8;
+    assert_null(schedule_refusal(INTERLEAVED, &many));
 }
 
 // ---- 10,000 random changes ----
@@ -200,9 +228,9 @@ static void malformed_text_is_refused_with_its_line(void **context) {
     // Two directions, one of which lacks a micro-batch; and blanks and empty lines, which are allowed.
     Schedule s;
     const char *lacking =
-        "# pp-schedule name=x p=1 m=2 stages=1 dirs=2\nplace 0: 0\nplace 1: 0\nmbs 0: 0\nmbs 1:\n";
+        "# pp-schedule name=x p=1 m=3 stages=1 dirs=2\nplace 0: 0\nplace 1: 0\nmbs 0: 0\nmbs 1:\n";
     char *fault = schedule_parse(&s, lacking, strlen(lacking));
-    assert_non_null(strstr(fault, "a direction is missing for 1 of 2"));
+    assert_non_null(strstr(fault, "a direction is missing for 2 of 3"));
     free(fault);
     const char *loose =
         "# pp-schedule  name=x p=1 m=1\tstages=1 dirs=1\r\n\nplace 0: 0 \n mbs 0: 0\n\n\nrank 0: F0.0.0  "
@@ -237,6 +265,26 @@ static void the_picture_in_letters_is_exact(void **context) {
                         "rank 0  |F0F1F2........D0--..D1--..D2--\n"
                         "rank 1  |..F0F1....D0--F2D1--..D2--....\n"
                         "rank 2  |....F0D0--F1D1--F2D2--........");
+    free(letters);
+    schedule_times_free(&times, &s);
+    schedule_free(&s);
+}
+
+// A number that is cut short would be another one; equal times are as wide as their sixths let them be.
+static void the_picture_cuts_no_number_and_no_sixth(void **context) {
+    (void)context;
+    Schedule s = make(AFAB, 1, 11);
+    ScheduleTimes times = schedule_times(&s, (Durations){1, 1, 1, 3, 0});
+    char *letters = schedule_letters(&s, &times, 9 + 2 * 11 + 2 * 33);
+    assert_non_null(strstr(letters, "|F0F1F2F3F4F5F6F7F8F9F-D0--D1--"));
+    assert_non_null(strstr(letters, "D9--D10-"));
+    free(letters);
+    schedule_times_free(&times, &s);
+    schedule_free(&s);
+    s = make(AFAB, 1, 2);
+    times = schedule_times(&s, (Durations){6, 4, 3, 7, 0});
+    letters = schedule_letters(&s, &times, 9 + 26 + 5);  // a unit of F, B + W = 6, 7 is one column
+    assert_string_equal(letters, "rank 0  |F0----F1----D0-----D1-----");
     free(letters);
     schedule_times_free(&times, &s);
     schedule_free(&s);
@@ -280,11 +328,13 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_rule_refuses_what_breaks_it),
+        cmocka_unit_test(what_breaks_a_rule_is_told_with_what_stands_against_it),
         cmocka_unit_test(what_cannot_be_made_is_refused_by_its_flag),
         cmocka_unit_test(random_changes_are_refused_or_still_run),
         cmocka_unit_test(malformed_text_is_refused_with_its_line),
         cmocka_unit_test(the_format_is_the_one_that_tools_read),
         cmocka_unit_test(the_picture_in_letters_is_exact),
+        cmocka_unit_test(the_picture_cuts_no_number_and_no_sixth),
         cmocka_unit_test(sizes_beyond_the_arrays_are_refused),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -106,6 +106,36 @@ static void narrow_state_is_stepped_weight_by_weight(void **state) {
     trainer_free(t);
 }
 
+// A weight is what its master is stored as, not what the step computed before that was rounded: a resumed run
+// has no other number to go on from.
+static void narrow_masters(Recipe *recipe, const Config *config) {
+    (void)config;
+    recipe->master = BF16;
+}
+static const Technique narrow_master = {.name = "narrow masters", .recipe = narrow_masters};
+
+static void a_weight_is_what_its_master_is_stored_as(void **state) {
+    (void)state;
+    Trainer *t = trainer_with("dtype=f32 optimizer=adamw", (const Technique *[]){&narrow_master, NULL});
+    train_step(t, NULL);
+    for (int i = 0; i < t->model->params.units; i++) {
+        const Tensor weights = t->model->params.unit[i].own_values, masters = t->optimizer.unit[i].master;
+        assert_int_equal(masters.dtype, BF16);
+        const int64_t count = tensor_count(weights);
+        double *weight = host_alloc((size_t)count * sizeof *weight);
+        double *master = host_alloc((size_t)count * sizeof *master);
+        tensor_to_doubles(weight, weights);
+        tensor_to_doubles(master, masters);
+        for (int64_t j = 0; j < count; j++)
+            if (weight[j] != master[j])
+                fail_msg("unit %d, element %lld: the weight is %.9g, its master %.9g", i, (long long)j,
+                         weight[j], master[j]);
+        free(weight);
+        free(master);
+    }
+    trainer_free(t);
+}
+
 // Guarded memory is never reused, nor is what a sanitizer frees, nor the emulator's.
 static bool memory_comes_back(void) {
 #ifdef __SANITIZE_ADDRESS__
@@ -164,6 +194,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_step_waits_once),
         cmocka_unit_test(a_step_takes_few_operations),
         cmocka_unit_test(narrow_state_is_stepped_weight_by_weight),
+        cmocka_unit_test(a_weight_is_what_its_master_is_stored_as),
         cmocka_unit_test(a_step_faults_no_page),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -306,6 +306,45 @@ static void the_options_write_their_files_on_one_rank(void **context) {
     for (int run = 0; run < 2; run++) remove(svg[run]);
 }
 
+// Each line has a row of its own, named once, on which its calls are, with their bytes.
+static void the_trace_has_a_row_for_each_line(void **context) {
+    (void)context;
+    static const Line lines[] = {LINE_DP, LINE_TP, LINE_DP, LINE_TP};
+    char file[32];
+    clock_trace_start();
+    for (int i = 0; i < 4; i++) communicate_on(lines[i], "all_reduce", 2 * i, 2 * i + 1);
+    FILE *out = clock_trace_open(temporary(file));
+    clock_trace_part(out, 0, 1);
+    clock_trace_close(out, file);
+    char *text = text_of_file(file);
+    cJSON *trace = cJSON_Parse(text);
+    if (!trace) fail_msg("the trace is no JSON: %.200s", text);
+    int named[2] = {0}, calls[2] = {0};  // by line, on the model clock
+    const cJSON *event;
+    cJSON_ArrayForEach(event, cJSON_GetObjectItem(trace, "traceEvents")) {
+        if (cJSON_GetObjectItem(event, "pid")->valueint != 1) continue;
+        const int line = cJSON_GetObjectItem(event, "tid")->valueint - 1;
+        const cJSON *args = cJSON_GetObjectItem(event, "args");
+        const char *name = cJSON_GetStringValue(cJSON_GetObjectItem(event, "name"));
+        const char *row = cJSON_GetStringValue(cJSON_GetObjectItem(args, "name"));
+        for (int i = 0; i < 2; i++) {
+            char *title = format_text("communication, %s", line_name(lines[i]));
+            if (!strcmp(name, "thread_name") && !strcmp(row, title)) {
+                assert_int_equal(line, lines[i]);
+                named[i]++;
+            }
+            free(title);
+            if (strcmp(name, "all_reduce") || line != (int)lines[i]) continue;
+            assert_true(cJSON_GetObjectItem(args, "bytes")->valuedouble == 1);
+            calls[i]++;
+        }
+    }
+    for (int i = 0; i < 2; i++) assert_true(named[i] == 1 && calls[i] == 2);
+    cJSON_Delete(trace);
+    free(text);
+    remove(file);
+}
+
 static void a_trace_of_two_ranks_is_one_json_with_four_processes(void **context) {
     (void)context;
     char file[32];
@@ -320,7 +359,7 @@ static void a_trace_of_two_ranks_is_one_json_with_four_processes(void **context)
     if (!trace) fail_msg("the trace is no JSON: %.200s", text);
     const char *const names[] = {"rank 0, wall clock", "rank 0, model clock: NVIDIA H100 SXM5 80 GB",
                                  "rank 1, wall clock", "rank 1, model clock: NVIDIA H100 SXM5 80 GB"};
-    int named = 0, communications[4] = {0};
+    int named = 0, communications[4] = {0}, open[2][100] = {{0}};
     const cJSON *event;
     cJSON_ArrayForEach(event, cJSON_GetObjectItemCaseSensitive(trace, "traceEvents")) {
         int pid = cJSON_GetObjectItemCaseSensitive(event, "pid")->valueint;
@@ -335,10 +374,19 @@ static void a_trace_of_two_ranks_is_one_json_with_four_processes(void **context)
         }
         if (cJSON_GetObjectItemCaseSensitive(event, "tid")->valueint == 1 + LINE_DP && strcmp(phase, "M"))
             communications[pid] += !strcmp(phase, "X") || !strcmp(phase, "b");
+        // All wall clocks come first, then all model clocks.
+        if (name && !strcmp(name, "process_sort_index"))
+            assert_int_equal(
+                cJSON_GetObjectItem(cJSON_GetObjectItem(event, "args"), "sort_index")->valueint,
+                pid % 2 * 2 + pid / 2);
         if (strcmp(phase, "b") && strcmp(phase, "e")) continue;  // an "id" would be that of all processes
         const cJSON *id = cJSON_GetObjectItemCaseSensitive(event, "id2");
-        assert_true(cJSON_IsString(cJSON_GetObjectItemCaseSensitive(id, "local")));
+        const char *local = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(id, "local"));
+        assert_non_null(local);
         assert_null(cJSON_GetObjectItemCaseSensitive(event, "id"));
+        // Each call is opened once, and then closed, by its own number.
+        assert_true(atoi(local) > 0 && atoi(local) < 100 && pid % 2 == 0);
+        assert_int_equal(open[pid / 2][atoi(local)]++, *phase == 'e');
     }
     assert_int_equal(named, 4);
     for (int pid = 0; pid < 4; pid++) assert_int_equal(communications[pid], 2);
@@ -359,6 +407,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(the_picture_has_every_span_in_its_place, start_again),
         cmocka_unit_test_setup(spans_too_small_to_see_grow_together, start_again),
         cmocka_unit_test_setup(the_options_write_their_files_on_one_rank, start_again),
+        cmocka_unit_test_setup(the_trace_has_a_row_for_each_line, start_again),
         cmocka_unit_test_setup(a_trace_of_two_ranks_is_one_json_with_four_processes, start_again),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

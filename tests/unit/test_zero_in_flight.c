@@ -1,7 +1,10 @@
 // test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for its calls, among which
 // ranks, as DDP and its buckets too, and how many elements each rank has; which weights ZeRO-3 has gathered
-// while a unit computes, from which ranks, and in how many bytes; when hybrid sharding sends across nodes;
-// and in ZeRO-R, whose place in the arena a backward gives back. TAP.
+// while a unit computes, from which ranks, and in how many bytes; whose bad weight a rank names, and whose
+// part its formula counts; when hybrid sharding sends across nodes; and in ZeRO-R, whose place in the arena a
+// backward gives back. TAP.
+#include <math.h>
+
 #include "01_data_parallel/ddp_bucketed.h"
 #include "02_zero/zero.h"
 #include "ranks.h"
@@ -238,6 +241,51 @@ static void zero3_frees_what_an_evaluation_gathers(void) {
     trainer_free(t);
 }
 
+// Between steps nothing is gathered, so each rank looks at its own part of a weight: what is bad there is
+// named by that rank, and by no other.
+static void zero3_names_the_bad_weight_of_its_part(void) {
+    Trainer *t = zero3_trainer("", mesh_new((MeshShape){.dp = n}), true, NULL);
+    const Params *p = &t->model->params;
+    Batch batch = batch_new(t, 0);
+    MicroBatch micro = micro_batch_new(t->model, 0, t->config.micro_batch, batch.tokens, batch.targets, 1);
+    int named_here = 0;
+    for (int i = 0; i < p->count; i++)
+        for (int rank = 0; rank < n; rank++) {
+            const Tensor part = param_own_value(p, &p->param[i], NULL);
+            const bool bad = rank == me && tensor_exists(part);
+            if (bad) op_fill(tensor_view(part, tensor_count(part) - 1, SHAPE(1)), NAN);
+            const char *said = micro_batch_first_bad(t->model, &micro);
+            char *right = bad ? format_text("weight %s", p->param[i].name) : NULL;
+            if (!said != !right || (said && strcmp(said, right)))
+                note("rank %d's part of %s is bad: %s is named", rank, p->param[i].name,
+                     said ? said : "nothing");
+            if (bad) op_fill(part, 0);
+            named_here += bad;
+            free(right);
+        }
+    if (!named_here) note("no weight has a part here");
+    micro_batch_free(t->model, &micro);
+    batch_free(&batch);
+    trainer_free(t);
+}
+
+// Ranks' parts differ in size. A run compares the sum over all ranks with its formula; here it is each
+// rank's own.
+static void each_rank_is_priced_by_its_own_part(void) {
+    static const Technique *const stages[] = {&zero1, &zero2, &zero3};
+    for (int stage = 1; stage <= 3; stage++) {
+        Config c = config_of("hidden=9 head-size=4 ffn=7 steps=1 optimizer=adamw");
+        const Technique *const list[] = {stages[stage - 1], NULL};
+        Trainer *t = trainer_new(&c, mesh_new((MeshShape){.dp = n}), list);
+        train_step(t, NULL);
+        const Price price = trainer_price(t);
+        const double held = (double)memory_account().now[MEMORY_OPTIMIZER], most = comm_max(held, world);
+        SAME(price_states(&price, t->model, MEMORY_OPTIMIZER), held);
+        if (n == 4 && most == -comm_max(-held, world)) note("ZeRO-%d: all ranks hold %.0f B", stage, most);
+        trainer_free(t);
+    }
+}
+
 // k neighbouring replicas of a group shard the model, and every k-th has the same shard; ranks of a group
 // need not be neighbours in the world. Calls inside and across nodes, which run at the same time, use
 // different lines.
@@ -316,6 +364,8 @@ static const RankTest tests[] = {TEST(parts_are_even),
                                  TEST(zero3_leaves_other_stages_alone),
                                  TEST(zero3_sends_coded_weights),
                                  TEST(zero3_frees_what_an_evaluation_gathers),
+                                 TEST(zero3_names_the_bad_weight_of_its_part),
+                                 TEST(each_rank_is_priced_by_its_own_part),
                                  TEST(hybrid_groups_are_neighbours_or_apart),
                                  TEST(hybrid_overlaps),
                                  TEST(zero_r_keeps_the_place_of_the_first)};
