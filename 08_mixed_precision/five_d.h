@@ -14,8 +14,8 @@ Techniques five_d_one_device(void);
 extern const Option five_d_options[];
 enum { FIVE_D_OPTIONS = 2 };
 
-// five_d_plan.c: what each rank has, holds and sends in a step. All numbers are doubles, so that one sum
-// over ranks collects the plan; a double holds 52 bits, one for each layer.
+// five_d_plan.c: what each rank has, holds and sends in a step. All numbers are doubles, so that one
+// gather on the host collects the plan; a double holds 52 bits, one for each layer.
 enum { PLAN_BITS = 52, PLAN_WORDS = 3, PLAN_LAYERS = PLAN_WORDS * PLAN_BITS };
 typedef struct RankPlan {
     double pp, dp, cp, tp, ep;             // its coordinates

@@ -54,13 +54,12 @@ static RankPlan row_of(Mesh mesh, const Config *config, bool dry) {
 RankPlan *five_d_plan(Mesh mesh, const Config *config, bool dry) {
     Group world = mesh.world;
     RankPlan *plan = host_alloc((size_t)world.size * sizeof *plan);
-    memset(plan, 0, (size_t)world.size * sizeof *plan);
     Config fresh = *config;  // a step is planned, whatever the run starts from
     fresh.init = fresh.resume = fresh.save = NULL;
     clock_push(dry ? "plan" : "measured");
-    plan[world.rank] = row_of(mesh, &fresh, dry);
+    RankPlan mine = row_of(mesh, &fresh, dry);
     clock_pop();
-    comm_sum_all((double *)plan, world.size * PLAN_NUMBERS, world);
+    comm_values_of_all((const double *)&mine, PLAN_NUMBERS, (double *)plan, world);
     return plan;
 }
 

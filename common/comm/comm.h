@@ -165,6 +165,9 @@ double comm_sum(double value, Group group);
 double comm_max(double value, Group group);
 // In place: each value becomes its sum over the group; one all-reduce of `count` f64.
 void comm_sum_all(double *values, int count, Group group);
+// all (n, count) = each member's `count` values, by rank; one all-gather of n count f64.
+// Each sends its own alone: of a table to which each adds a row, comm_sum_all would send n times as many.
+void comm_values_of_all(const double *mine, int count, double *all, Group group);
 // Whether all members have called it with the same value; all get the same answer.
 bool comm_same(uint64_t value, Group group);
 // Whether all members find the same files under these names. If all see one and the same file under each, as

@@ -384,11 +384,14 @@ Request *comm_send_receive(Tensor send, int to, Tensor receive, int from, Group 
     return comm_transfers(both, 2, group);
 }
 
-// The values are sent in the notices.
-static void reduce_on_host(double *values, int count, ReduceOp op, Group group) {
+// Each member's values, on all: value i of member r is values[r count + i] of the request, which the caller
+// ends. They are sent in the notices.
+static Request *exchange_on_host(CollectiveKind kind, const double *values, int count, ReduceOp op,
+                                 Group group) {
     int n = group.size, me = group.rank;
-    CHECK(count >= 1, "a sum of %d values on the host; it is of at least 1", count);
-    Request *r = request_new(ALL_REDUCE, group, 0, F64);
+    CHECK(count >= 1, "%s of %d values on the host; it is of at least 1",
+          kind == ALL_GATHER ? "a gather" : "a sum", count);
+    Request *r = request_new(kind, group, 0, F64);
     r->values = host_alloc(sizeof *r->values * (size_t)n * (size_t)count);
     r->value_count = count;
     for (int i = 0; i < n; i++)
@@ -396,17 +399,29 @@ static void reduce_on_host(double *values, int count, ReduceOp op, Group group) 
             memcpy(r->values + i * count, values, sizeof *values * (size_t)count);
     r->host = true;
     r->call.op = op;
-    r->total = count;
-    r->call.in_counts = copy_pieces(r, count, n);
+    r->total = kind == ALL_GATHER ? (int64_t)n * count : count;
+    if (kind == ALL_GATHER) r->call.out_counts = copy_counts(r, NULL, n, count);
+    else r->call.in_counts = copy_pieces(r, count, n);
     start(r);
     request_await(r);
+    return r;
+}
+
+static void reduce_on_host(double *values, int count, ReduceOp op, Group group) {
+    Request *r = exchange_on_host(ALL_REDUCE, values, count, op, group);
     for (int v = 0; v < count; v++) values[v] = r->values[v];
-    for (int i = 1; i < n; i++)
+    for (int i = 1; i < group.size; i++)
         for (int v = 0; v < count; v++) {
             double x = r->values[i * count + v];
             if (op == REDUCE_SUM) values[v] += x;
             else if (!(values[v] >= x) && values[v] == values[v]) values[v] = x;
         }
+    end(r);
+}
+
+void comm_values_of_all(const double *mine, int count, double *all, Group group) {
+    Request *r = exchange_on_host(ALL_GATHER, mine, count, REDUCE_SUM, group);
+    memcpy(all, r->values, sizeof *all * (size_t)group.size * (size_t)count);
     end(r);
 }
 

@@ -41,8 +41,6 @@ static void add_span(Span **spans, int64_t *count, Span span, bool merge) {
     (*spans)[(*count)++] = span;
 }
 
-static bool is_step(const char *name) { return !strncmp(name, "step", 4) && (!name[4] || name[4] == ' '); }
-
 // Finds the step to show; returns false if there is none. It is the last one or, in a run of three or more,
 // the one before it: a step counts the labels of the next, so the last makes one call less than most do, and
 // the first, which also counts its own, one more.
@@ -55,7 +53,7 @@ static bool find_step(bool outermost, int64_t *first, int64_t *last) {
         if (event[i].kind == EVENT_PUSH) open[depth++] = i;
         if (event[i].kind != EVENT_POP) continue;
         int64_t push = open[--depth];
-        if (!is_step(event[push].name) || (outermost && depth > 0)) continue;
+        if (!clock_is_step(event[push].name) || (outermost && depth > 0)) continue;
         int following = atoi(event[push].name + 4);
         bool show_before = following > 2 && following == number + 1;
         *first = show_before ? before[0] : push, *last = show_before ? before[1] : i;

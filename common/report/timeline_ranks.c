@@ -114,6 +114,7 @@ void timeline_start(const Config *config, Group world) {
     // From here on the clocks of all ranks agree.
     comm_wait(comm_barrier(world));
     clock_trace_start();
+    if (!config->trace) clock_trace_last_steps();
 }
 
 void timeline_keep(const char *title) {

@@ -78,7 +78,9 @@ static struct {
     int marks_count, marks_room;
     OpenMark open[MOST_OPEN_MARKS];
     int depth;
-    bool tracing;
+    bool tracing, last_steps;  // last_steps: of steps that follow each other, events of two are kept
+    int64_t step[2];           // the events with which these begin
+    int steps, steps_depth;    // how many of them there are, and among how many open marks
     Event *events;
     int64_t events_count, events_room;
     double wall_origin, model_origin;  // of the trace
@@ -351,7 +353,30 @@ static int mark_index(const char *name) {
     return state.marks_count++;
 }
 
+bool clock_is_step(const char *name) { return !strncmp(name, "step", 4) && (!name[4] || name[4] == ' '); }
+
+static void free_names(int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; i++)
+        if (state.events[i].kind == EVENT_PUSH) free((char *)state.events[i].name);
+}
+
+// A step begins: of those before it in the same mark, only the last stays.
+static void forget_steps(void) {
+    int64_t *step = state.step;
+    if (state.steps_depth != state.depth) state.steps = 0;
+    state.steps_depth = state.depth;
+    if (state.steps == 2) {
+        free_names(step[0], step[1]);
+        state.events_count -= step[1] - step[0];
+        memmove(&state.events[step[0]], &state.events[step[1]],
+                sizeof(Event) * (size_t)(state.events_count - step[0]));
+        state.steps--;
+    }
+    step[state.steps++] = state.events_count;
+}
+
 void clock_push(const char *name) {
+    if (state.tracing && state.last_steps && clock_is_step(name)) forget_steps();
     CHECK(state.depth < MOST_OPEN_MARKS, "more than %d marks are open, at %s", MOST_OPEN_MARKS, name);
     int mark = mark_index(name);
     OpCount now = state.total;
@@ -364,6 +389,7 @@ void clock_push(const char *name) {
 void clock_pop(void) {
     CHECK(state.depth > 0, "clock_pop without clock_push");
     OpenMark *open = &state.open[--state.depth];
+    if (state.depth < state.steps_depth) state.steps = 0;
     OpCount *mark = &state.marks[open->mark];
     add(mark, state.total.flops - open->at_push.flops, state.total.bytes - open->at_push.bytes,
         wall_seconds() - open->at_push.wall_seconds,
@@ -404,13 +430,15 @@ int64_t clock_events(const Event **events) {
 }
 
 void clock_trace_start(void) {
-    for (int64_t i = 0; i < state.events_count; i++)
-        if (state.events[i].kind == EVENT_PUSH) free((char *)state.events[i].name);
-    state.events_count = 0;
+    free_names(0, state.events_count);
+    state.events_count = state.steps = 0;
+    state.last_steps = false;
     state.tracing = true;
     state.wall_origin = wall_seconds();
     state.model_origin = state.model_now;
     for (int i = 0; i < state.depth; i++) new_event(EVENT_PUSH, format_text("%s", state.open[i].name));
 }
+
+void clock_trace_last_steps(void) { state.last_steps = true; }
 
 double clock_trace_origin(bool model) { return model ? state.model_origin : state.wall_origin; }

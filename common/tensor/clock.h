@@ -125,6 +125,10 @@ OpCount clock_mark(const char *path);  // all zeros if there is none
 // From now on an operation ends on the wall clock when the device has finished it, so a GPU waits for the
 // host between two operations.
 void clock_trace_start(void);
+// From now on, of steps that follow each other in one mark only the last two are kept: a long run's events
+// would take more memory than its model.
+void clock_trace_last_steps(void);
+bool clock_is_step(const char *name);  // "step", "step 3"
 
 typedef enum EventKind { EVENT_OPERATION, EVENT_PUSH, EVENT_POP, EVENT_COMMUNICATION } EventKind;
 typedef struct Event {

@@ -30,18 +30,23 @@ static void use_huge_pages(char *memory) {
     asked = end;
 }
 
+// Before the memory lies the address of its block. (aligned_alloc cuts blocks to size, but looks for one with
+// room to align in: a block that it has cut is too small for its own size, and freed memory lay idle.)
+enum { ALIGN = 64 };
+
 void *backend_alloc(size_t bytes) {
     if (guard_wanted()) return guard_alloc(bytes);
-    // aligned_alloc wants a multiple of the alignment.
-    size_t rounded = (bytes + 63) / 64 * 64;
-    void *memory = rounded < bytes ? NULL : aligned_alloc(64, rounded ? rounded : 64);
+    char *block = bytes > SIZE_MAX - ALIGN ? NULL : malloc(bytes + ALIGN);
+    if (!block) return NULL;
+    char *memory = block + ALIGN - (uintptr_t)block % ALIGN;
+    ((void **)memory)[-1] = block;
     use_huge_pages(memory);
     return memory;
 }
 
 void backend_free(void *memory) {
     if (guard.on) guard_free(memory);
-    else free(memory);
+    else if (memory) free(((void **)memory)[-1]);
 }
 
 bool backend_is_host(void) { return true; }

@@ -304,6 +304,19 @@ static void what_has_come_rings(void) {
     tensor_free(&t);
 }
 
+// A table to which each rank adds a row: a rank sends its own row to each other, and no more.
+static void values_of_all_are_sent_once(void) {
+    enum { VALUES = 10 };
+    double mine[VALUES], *all = host_alloc(sizeof *all * (size_t)n * VALUES);
+    for (int i = 0; i < VALUES; i++) mine[i] = value(F64, me, i);
+    int64_t sent = control_sent();
+    comm_values_of_all(mine, VALUES, all, world);
+    SAME(control_sent() - sent, (n - 1) * ((VALUES + NOTICE_VALUES - 1) / NOTICE_VALUES));
+    for (int r = 0; r < n; r++)
+        for (int i = 0; i < VALUES; i++) SAME(all[r * VALUES + i], value(F64, r, i));
+    free(all);
+}
+
 // More requests at once than there is room for notices: 16 can be in flight from one rank to another.
 static void many_notices_come_in_order(void) {
     enum { VALUES = 300, TRANSFERS_EACH_WAY = 40 };
@@ -482,6 +495,7 @@ static const RankTest tests[] = {
     TEST(calls_without_checks_send_no_notices),
     TEST(one_machine_needs_no_messages),
     TEST(what_has_come_rings),
+    TEST(values_of_all_are_sent_once),
     TEST(many_notices_come_in_order),
     TEST(one_exchange_adds_what_two_ranks_have),
     TEST(a_device_is_given_collectives_as_they_were_started),

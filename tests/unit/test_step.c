@@ -163,6 +163,52 @@ static void a_step_fragments_no_heap(void **state) {
     malloc_trim(0);  // the tests below find a heap without pages
 }
 
+// Memory is aligned. What is cut off for that must not leave what is freed too small for its own size: then
+// pipelines and ZeRO-3, which free some tensors between others, would hold up to twice their account.
+static void freed_memory_fits_its_own_size(void **state) {
+    (void)state;
+    if (!memory_comes_back()) return;
+    enum { BLOCKS = 64 };
+    const size_t bytes = (1 << 20) + 4;
+    void *memory[BLOCKS], *freed[BLOCKS];
+    for (int i = 0; i < BLOCKS; i++) memory[i] = backend_alloc(bytes);
+    for (int i = 0; i < BLOCKS; i++) assert_int_equal((uintptr_t)memory[i] % 64, 0);
+    for (int i = 0; i < BLOCKS; i += 2) backend_free(freed[i] = memory[i]);
+    int again = 0;
+    for (int i = 0; i < BLOCKS; i += 2) {
+        memory[i] = backend_alloc(bytes);
+        for (int j = 0; j < BLOCKS; j += 2) again += memory[i] == freed[j];
+    }
+    print_message("# %d of %d pieces were used again\n", again, BLOCKS / 2);
+    assert_int_equal(again, BLOCKS / 2);
+    for (int i = 0; i < BLOCKS; i++) backend_free(memory[i]);
+    malloc_trim(0);  // as above
+}
+
+// Nor may anything that stays lie between tensors: with experts sizes change from step to step, and what small
+// ones leave must hold a large one.
+static void freed_neighbours_become_one_piece(void **state) {
+    (void)state;
+    if (!memory_comes_back()) return;
+    enum { TENSORS = 300, COUNT = 1 << 16 };
+    static Tensor t[TENSORS];
+    for (int i = 0; i < TENSORS; i++) t[i] = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(COUNT));
+    char *low = t[0].storage->memory, *high = low;
+    for (int i = 0; i < TENSORS; i++) {
+        char *memory = t[i].storage->memory;
+        if (memory < low) low = memory;
+        if (memory > high) high = memory;
+    }
+    for (int i = 0; i < TENSORS; i++) tensor_free(&t[i]);
+    for (int i = 0; i < 3; i++) t[i] = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(TENSORS / 4 * COUNT));
+    for (int i = 0; i < 3; i++) {
+        char *memory = t[i].storage->memory;
+        assert_true(memory >= low && memory <= high);
+        tensor_free(&t[i]);
+    }
+    malloc_trim(0);  // as above
+}
+
 // The next step reuses what a step frees, and accesses no page for the first time. With the logits, it is
 // more than a heap keeps by default.
 static void a_step_faults_no_page(void **state) {
@@ -191,6 +237,8 @@ int main(int argc, char **argv) {
     prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);  // a page of 2 MB would be one fault
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_step_fragments_no_heap),  // first, as it measures the peak of the process
+        cmocka_unit_test(freed_memory_fits_its_own_size),
+        cmocka_unit_test(freed_neighbours_become_one_piece),
         cmocka_unit_test(a_step_waits_once),
         cmocka_unit_test(a_step_takes_few_operations),
         cmocka_unit_test(narrow_state_is_stepped_weight_by_weight),

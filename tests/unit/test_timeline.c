@@ -148,6 +148,37 @@ static void of_three_steps_the_second_is_taken(void **context) {
     }
 }
 
+// A run of thousands of steps shows one, and must not keep the events of all.
+static void events_of_earlier_steps_are_not_kept(void **context) {
+    (void)context;
+    const Event *event;
+    int64_t kept[2];
+    for (int last = 0; last < 2; last++) {
+        clock_trace_start();
+        if (last) clock_trace_last_steps();
+        for (int variant = 0; variant < 2; variant++) {
+            clock_push("variant");
+            for (int step = 1; step <= 50; step++) {
+                char *name = format_text("step %d", step);
+                clock_push(name);
+                compute("forward", 8 * variant + step);
+                communicate("all_gather", clock_model_now() - 1, clock_model_now());
+                clock_pop();
+                compute("between", 1);
+                Timeline t = timeline_of_step(false, "");
+                ASSERT_SAME(t.seconds, 8 * variant + (step > 2 ? step - 1 : step));
+                assert_int_equal(t.communication_count[LINE_DP], 1);
+                timeline_free(&t);
+                free(name);
+            }
+            clock_pop();
+        }
+        kept[last] = clock_events(&event);
+    }
+    assert_int_equal(kept[0], 2 * (2 + 50 * 9));
+    assert_int_equal(kept[1], 2 * (2 + 2 * 9));
+}
+
 static void letters_show_the_step_to_the_column(void **context) {
     (void)context;
     a_step("step");
@@ -281,6 +312,24 @@ static void spans_too_small_to_see_grow_together(void **context) {
     timeline_free(&line);
 }
 
+static void a_trace_has_all_steps_and_a_picture_the_last(void **context) {
+    (void)context;
+    for (int traced = 0; traced < 2; traced++) {
+        char trace[32], svg[32];
+        Config config = {.model = "none", .machine = "dgx-h100", .timeline_svg = temporary(svg)};
+        if (traced) config.trace = temporary(trace);
+        Mesh mesh = mesh_single();
+        const Event *event;
+        timeline_start(&config, mesh.world);
+        for (int step = 0; step < 9; step++) a_step("step");
+        int64_t all = clock_events(&event);
+        timeline_finish(&config, mesh.world);
+        if (traced) remove(trace);
+        remove(svg);
+        assert_int_equal(all, (traced ? 9 : 2) * 17);
+    }
+}
+
 static void the_options_write_their_files_on_one_rank(void **context) {
     (void)context;
     char trace[32], svg[2][32];
@@ -402,10 +451,12 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(the_last_step_is_taken_and_if_asked_the_last_outermost, start_again),
         cmocka_unit_test_setup(marks_nest_as_deep_as_the_clock_lets_them, start_again),
         cmocka_unit_test_setup(of_three_steps_the_second_is_taken, start_again),
+        cmocka_unit_test_setup(events_of_earlier_steps_are_not_kept, start_again),
         cmocka_unit_test_setup(letters_show_the_step_to_the_column, start_again),
         cmocka_unit_test_setup(each_line_has_its_own_row, start_again),
         cmocka_unit_test_setup(the_picture_has_every_span_in_its_place, start_again),
         cmocka_unit_test_setup(spans_too_small_to_see_grow_together, start_again),
+        cmocka_unit_test_setup(a_trace_has_all_steps_and_a_picture_the_last, start_again),
         cmocka_unit_test_setup(the_options_write_their_files_on_one_rank, start_again),
         cmocka_unit_test_setup(the_trace_has_a_row_for_each_line, start_again),
         cmocka_unit_test_setup(a_trace_of_two_ranks_is_one_json_with_four_processes, start_again),
