@@ -185,8 +185,8 @@ static void freed_memory_fits_its_own_size(void **state) {
     malloc_trim(0);  // as above
 }
 
-// Nor may anything that stays lie between tensors: with experts sizes change from step to step, and what small
-// ones leave must hold a large one.
+// Nor may anything that stays lie between tensors: with experts sizes change from step to step, and what
+// small ones leave must hold a large one.
 static void freed_neighbours_become_one_piece(void **state) {
     (void)state;
     if (!memory_comes_back()) return;
