@@ -268,7 +268,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     }
     all = judge_ties(run, baseline, bound, json) && all;
     cJSON_AddBoolToObject(json, "holds", all);
-    cJSON_AddItemToArray(json_child(json_root(), "comparisons", true), json);
+    json_keep("comparisons", json);
     return all;
 }
 

@@ -31,6 +31,7 @@ const char *class_name(ProofClass proof);
 // What --json gets: the whole, and an object or array in a parent, made at first use.
 cJSON *json_root(void);
 cJSON *json_child(cJSON *parent, const char *name, bool array);
+void json_keep(const char *list, cJSON *row);
 void put_number(cJSON *object, const char *name, double value);
 
 #endif

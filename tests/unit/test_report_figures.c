@@ -1,5 +1,6 @@
 // What the report prints and writes: differences, bounds, counts, the verdict and JSON.
 #include <cjson/cJSON.h>
+#include <malloc.h>
 
 #include "fatal.h"
 #include "records.h"
@@ -234,6 +235,25 @@ static void a_run_that_breaks_says_why_in_the_json(void **context) {
     }
 }
 
+// A run that proves thousands of layouts makes 100 checks for each.
+static void without_a_file_no_row_is_kept(void **context) {
+    Pair *pair = *context;
+    size_t held = 0;
+    bool quiet = report_quiet(true);
+    for (int i = 0; i < 200; i++) {
+        if (i == 100) held = mallinfo2().uordblks;
+        char *name = format_text("figure %3d", i);
+        compare(pair, PROOF_EXACT, 0);
+        report_equal(name, 1, 1, "B");
+        report_that(true, "%s", name);
+        report_number("memory", name, 1, "B");
+        report_series(name, (double[]){1, 2}, 2);
+        free(name);
+    }
+    assert_int_equal(mallinfo2().uordblks, held);
+    report_quiet(quiet);
+}
+
 static void report_nowhere(void *unused) {
     (void)unused;
     report_json("/nowhere/report.json");
@@ -254,6 +274,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_verdict_names_the_first_failure_and_then_starts_anew),
         RUNS(the_json_holds_every_figure_at_full_precision),
         RUNS(a_failed_run_says_so_in_the_json),
+        RUNS(without_a_file_no_row_is_kept),
         cmocka_unit_test(a_run_that_breaks_says_why_in_the_json),
         cmocka_unit_test(a_json_path_that_cannot_be_written_is_fatal_at_once),
     };
