@@ -142,6 +142,7 @@ static uint64_t order_seed;
 static bool order_is_set;
 
 void cuda_on_cpu_order(uint64_t seed) {
+    if (streams_defer()) cudaDeviceSynchronize();  // what was launched before keeps its order
     order_seed = seed;
     order_is_set = true;
 }

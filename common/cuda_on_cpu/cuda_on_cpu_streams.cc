@@ -45,8 +45,9 @@ struct CudaEvent {
 
 enum : size_t { LONGEST = 1024 };  // a queue; then the call waits, as CUDA's do
 
-static CudaStream default_stream;
-static std::vector<CudaStream *> streams = {&default_stream};
+// Never destroyed: what runs at the exit of the program may still ask.
+static CudaStream &default_stream = *new CudaStream();
+static std::vector<CudaStream *> &streams = *new std::vector<CudaStream *>{&default_stream};
 static uint64_t pieces, done;  // added to all queues so far; over
 static uint64_t seed;          // the state of what is drawn
 static bool is_set, queueing;
@@ -83,7 +84,7 @@ static bool is_ready(const CudaStream *s) {
     return true;
 }
 
-// Runs one piece; false: there is none that is ready, or it is not over. Up to 64 pieces of one stream run
+// Runs one piece; false: there is none that is ready, or it is not over. Up to 16 pieces of one stream run
 // before another is drawn, so that one may be far ahead of the others.
 static bool run_one(void) {
     static const CudaStream *favourite;
@@ -95,7 +96,7 @@ static bool run_one(void) {
     auto found = std::find(ready.begin(), ready.end(), favourite);
     if (found == ready.end() || turns == 0) {
         found = ready.begin() + (ptrdiff_t)(draw(&seed) % ready.size());
-        turns = 1ull << draw(&seed) % 7;
+        turns = 1ull << draw(&seed) % 5;
     }
     CudaStream *s = *found;
     at_work = true;
