@@ -14,6 +14,7 @@
 #include <numeric>
 
 #include "cuda_on_cpu_inside.h"
+#include "cuda_on_cpu_streams.h"
 
 using boost::context::detail::jump_fcontext;
 using boost::context::detail::make_fcontext;
@@ -141,15 +142,9 @@ static uint64_t order_seed;
 static bool order_is_set;
 
 void cuda_on_cpu_order(uint64_t seed) {
+    if (streams_defer()) cudaDeviceSynchronize();  // what was launched before keeps its order
     order_seed = seed;
     order_is_set = true;
-}
-
-static uint64_t draw(uint64_t *state) {  // splitmix64
-    uint64_t z = *state += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
 }
 
 template <class T>
@@ -366,6 +361,8 @@ static void run_block(const CudaLaunch *launch, uint64_t *state) {
     if (now.counting) count_block_end();
 }
 
+static void run_kernel(const CudaLaunch *launch);
+
 void cuda_run(const CudaLaunch *launch) {
     static pthread_t owner;
     if (!threads[0].context) {
@@ -378,8 +375,21 @@ void cuda_run(const CudaLaunch *launch) {
     CHECK(pthread_equal(owner, pthread_self()),
           "the kernel %s is launched (%s:%d) by another OS thread than the first; CUDA on the CPU has one",
           launch->name, launch->file, launch->line);
-    CHECK(now.time < 0xf0000000, "CUDA on the CPU has run as many blocks and barriers as one process can");
     check_launch(launch);
+    if (!streams_defer()) return run_kernel(launch);
+    // A launch copies the arguments; this alignment is enough for all of them.
+    enum : size_t { ALIGNED = 128 };
+    void *copy = aligned_alloc(ALIGNED, (launch->size + ALIGNED - 1) / ALIGNED * ALIGNED);
+    CHECK(copy, "out of host memory for the arguments of %s", launch->name);
+    memcpy(copy, static_cast<const void *>(launch), launch->size);
+    stream_add(launch->stream, [copy] {
+        run_kernel(static_cast<const CudaLaunch *>(copy));
+        return free(copy), true;
+    });
+}
+
+static void run_kernel(const CudaLaunch *launch) {
+    CHECK(now.time < 0xf0000000, "CUDA on the CPU has run as many blocks and barriers as one process can");
     const dim3 &g = launch->grid, &b = launch->block;
     now.threads = (int)(b.x * b.y * b.z);
     for (int i = 0; i < now.threads; i++) {

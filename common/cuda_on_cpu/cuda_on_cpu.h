@@ -26,7 +26,10 @@
 //   - any CUDA call in the child of a process that has used CUDA
 // Memory is filled with 0xff bytes (NaN in every floating-point format) before its first use.
 //
-// Not supported: several devices, real asynchrony (all calls finish before they return), the order of printf,
+// All calls finish before they return, unless CUDA_ON_CPU_STREAMS is a seed: then work waits in the queues of
+// its streams, and runs in one of the orders that a GPU could choose (cuda_on_cpu_streams.cc).
+//
+// Not supported: several devices, work that runs beside other work, the order of printf,
 // __device__ variables, textures, cooperative groups, PTX other than that of cuda/instructions*.h. Values are
 // those of the CPU's libm, which may differ from a GPU's in the last bit.
 //
@@ -220,9 +223,10 @@ template <class T>
 cudaError_t cudaMalloc(T **memory, size_t bytes) {
     return cuda_malloc(reinterpret_cast<void **>(memory), bytes);
 }
+cudaError_t cuda_malloc_async(void **memory, size_t bytes, cudaStream_t stream);
 template <class T>
-cudaError_t cudaMallocAsync(T **memory, size_t bytes, cudaStream_t) {
-    return cuda_malloc(reinterpret_cast<void **>(memory), bytes);
+cudaError_t cudaMallocAsync(T **memory, size_t bytes, cudaStream_t stream) {
+    return cuda_malloc_async(reinterpret_cast<void **>(memory), bytes, stream);
 }
 cudaError_t cudaFree(void *memory);
 cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream);
@@ -242,6 +246,7 @@ cudaError_t cudaMemset(void *to, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr);
 template <class T>
 cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t bytes, size_t offset = 0) {
+    cudaDeviceSynchronize();
     memcpy(reinterpret_cast<char *>(&symbol) + offset, from, bytes);
     return cudaSuccess;
 }
@@ -289,6 +294,7 @@ struct CudaLaunch {
     int line;
     dim3 grid, block;
     size_t shared_bytes;
+    cudaStream_t stream;
     void (*run)(const CudaLaunch *);
     size_t size;  // of the whole object, with the arguments, which kernels read
 };
@@ -309,8 +315,8 @@ struct CudaKernel : CudaLaunch {
 
 template <class... P>
 CudaKernel<P...> cuda_launch(void (*kernel)(P...), const char *name, const char *file, int line, dim3 grid,
-                             dim3 block, size_t shared_bytes, cudaStream_t) {
-    return {{reinterpret_cast<const void *>(kernel), name, file, line, grid, block, shared_bytes,
+                             dim3 block, size_t shared_bytes, cudaStream_t stream) {
+    return {{reinterpret_cast<const void *>(kernel), name, file, line, grid, block, shared_bytes, stream,
              CudaKernel<P...>::call, sizeof(CudaKernel<P...>)},
             {}};
 }
@@ -318,6 +324,10 @@ CudaKernel<P...> cuda_launch(void (*kernel)(P...), const char *name, const char 
 // Runs blocks, warps and the lanes of each warp in another order, drawn from the seed; 0 is the natural
 // order. The environment's CUDA_ON_CPU_SEED sets it from outside.
 void cuda_on_cpu_order(uint64_t seed);
+// From now on work waits in the queues of its streams, and runs in orders drawn from the seed that streams,
+// events and waits of the host allow; 0: it is done in the call. The environment's CUDA_ON_CPU_STREAMS sets it
+// from outside.
+void cuda_on_cpu_streams(uint64_t seed);
 
 // ---- counting ----
 

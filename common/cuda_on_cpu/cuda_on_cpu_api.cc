@@ -1,18 +1,16 @@
-// cuda_on_cpu_api.cc: the CUDA runtime API, with this process as the device. Every call finishes before it
-// returns, so streams and events only have to exist. Wrong arguments that a GPU would report late or not at
-// all end the program at the call.
+// cuda_on_cpu_api.cc: the CUDA runtime API, with this process as the device; streams and events are in
+// cuda_on_cpu_streams.cc. Wrong arguments that a GPU would report late or not at all end the program at the
+// call, or where work is queued, when its turn has come.
 #include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "cuda_on_cpu_inside.h"
+#include <map>
+#include <memory>
 
-struct CudaStream {
-    int priority;
-};
-struct CudaEvent {
-    double seconds;
-};
+#include "cuda_on_cpu_inside.h"
+#include "cuda_on_cpu_streams.h"
+
 struct CudaPool {
     uint64_t release_threshold;
 };
@@ -24,7 +22,7 @@ int cuda_on_cpu_capability = 90;
 
 static cudaError_t last_error;
 
-static cudaError_t told(cudaError_t error) {
+cudaError_t cuda_told(cudaError_t error) {
     if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
     return error;
 }
@@ -60,13 +58,13 @@ cudaError_t cudaGetLastError(void) {
 bool cuda_on_cpu_outlives_fork;
 static bool used, lost;
 
-static bool is_lost(void) {
+bool cuda_is_lost(void) {
     if (!used) pthread_atfork(NULL, NULL, [] { lost = !cuda_on_cpu_outlives_fork; });
     used = true;
     return lost;
 }
 #define NEED_DEVICE() \
-    if (is_lost()) return told(cudaErrorInitializationError)
+    if (cuda_is_lost()) return cuda_told(cudaErrorInitializationError)
 
 // ---- the device ----
 
@@ -80,19 +78,14 @@ cudaError_t cudaGetDeviceCount(int *count) {
 }
 cudaError_t cudaSetDevice(int device) {
     NEED_DEVICE();
-    return told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+    return cuda_told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
 }
 cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
-static cudaError_t device_is_here(void) {
-    NEED_DEVICE();
-    return cudaSuccess;
-}
-cudaError_t cudaDeviceSynchronize(void) { return device_is_here(); }
 cudaError_t cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
-    if (device != 0) return told(cudaErrorInvalidDevice);
+    if (device != 0) return cuda_told(cudaErrorInvalidDevice);
     *p = cudaDeviceProp();
     snprintf(p->name, sizeof p->name, "CUDA on the CPU");
     p->major = cuda_on_cpu_capability / 10, p->minor = cuda_on_cpu_capability % 10;
@@ -136,13 +129,13 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
             *value = 1;
             break;
         default:
-            return told(cudaErrorInvalidValue);
+            return cuda_told(cudaErrorInvalidValue);
     }
     return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
-    if (device != 0) return told(cudaErrorInvalidDevice);
+    if (device != 0) return cuda_told(cudaErrorInvalidDevice);
     snprintf(text, (size_t)size, "0000:00:00.0");
     return cudaSuccess;
 }
@@ -161,33 +154,73 @@ cudaError_t cuda_malloc(void **memory, size_t bytes) {
     *memory = NULL;
     if (bytes == 0) return cudaSuccess;
     *memory = memory_allocate(bytes);
-    return told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
+    return cuda_told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
 }
 
+static void fill(const char *call, void *to, int value, size_t bytes, const void *site) {
+    CHECK(memory_is_device(to) || bytes == 0, "%s (%s): the target %p is no device memory", call,
+          line_text(site), to);
+    memory_check_host(call, to, bytes, site);
+    memory_open();
+    memset(to, value, bytes);
+    memory_close();
+}
+
+// The pool may reuse what was freed earlier on the same stream. The memory exists in the order of the stream
+// only, so it is filled with NaN once more when that has come to the call: another stream that does not wait
+// for it loses what it writes.
+cudaError_t cuda_malloc_async(void **memory, size_t bytes, cudaStream_t stream) {
+    cudaError_t status = cuda_malloc(memory, bytes);
+    if (!streams_defer()) return status;
+    if (status == cudaErrorMemoryAllocation) {
+        cudaStreamSynchronize(stream);
+        status = cuda_malloc(memory, bytes);
+    }
+    void *made = *memory, *site = __builtin_return_address(0);
+    if (made) in_stream(stream, [=] { fill("cudaMallocAsync", made, 0xff, bytes, site); });
+    return status;
+}
+
+static void release(const char *call, void *memory, const void *site) {
+    CHECK(!memory || memory_release(memory), "%s (%s): %p is not the start of a live allocation", call,
+          line_text(site), memory);
+}
+
+// Waits for all streams, as CUDA's does.
 cudaError_t cudaFree(void *memory) {
     NEED_DEVICE();
-    CHECK(!memory || memory_release(memory), "cudaFree (%s): %p is not the start of a live allocation",
-          line_text(__builtin_return_address(0)), memory);
+    cudaDeviceSynchronize();
+    release("cudaFree", memory, __builtin_return_address(0));
     return cudaSuccess;
 }
 
-cudaError_t cudaFreeAsync(void *memory, cudaStream_t) {
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) {
     NEED_DEVICE();
-    CHECK(!memory || memory_release(memory), "cudaFreeAsync (%s): %p is not the start of a live allocation",
-          line_text(__builtin_return_address(0)), memory);
+    const void *site = __builtin_return_address(0);
+    in_stream(stream, [=] { release("cudaFreeAsync", memory, site); });
     return cudaSuccess;
+}
+
+static std::map<uintptr_t, size_t> pinned;  // bytes, by address
+
+static bool is_pinned(const void *memory, size_t bytes) {
+    const uintptr_t address = (uintptr_t)memory;
+    auto next = pinned.upper_bound(address);
+    return next != pinned.begin() && address + bytes <= std::prev(next)->first + std::prev(next)->second;
 }
 
 cudaError_t cuda_malloc_host(void **memory, size_t bytes) {
     NEED_DEVICE();
     *memory = malloc(bytes ? bytes : 1);
-    return told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
+    if (*memory) pinned[(uintptr_t)*memory] = bytes;
+    return cuda_told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaFreeHost(void *memory) {
     NEED_DEVICE();
     CHECK(!memory_is_device(memory), "cudaFreeHost (%s): %p is device memory",
           line_text(__builtin_return_address(0)), memory);
+    pinned.erase((uintptr_t)memory);
     free(memory);
     return cudaSuccess;
 }
@@ -199,62 +232,114 @@ static void check_side(const char *call, const char *name, const void *memory, s
     if (device) memory_check_host(call, memory, bytes, site);
 }
 
-static cudaError_t copy(const char *call, void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
-                        const void *site) {
-    NEED_DEVICE();
-    bool to_device = kind == cudaMemcpyDefault
-                         ? memory_is_device(to)
-                         : kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
-    bool from_device = kind == cudaMemcpyDefault
-                           ? memory_is_device(from)
-                           : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
-    check_side(call, "target", to, bytes, to_device, site);
-    check_side(call, "source", from, bytes, from_device, site);
+struct Copy {
+    const char *call;
+    const void *site;
+    char *to;
+    size_t to_pitch;
+    const char *from;
+    size_t from_pitch, width, height;
+    cudaMemcpyKind kind;
+    std::shared_ptr<char[]> staged;  // holds `from`
+
+    size_t span(size_t pitch) const { return height ? (height - 1) * pitch + width : 0; }
+    bool to_device() const {
+        return kind == cudaMemcpyDefault
+                   ? memory_is_device(to)
+                   : kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    }
+    bool from_device() const {
+        return kind == cudaMemcpyDefault
+                   ? memory_is_device(from)
+                   : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    }
+    bool to_pinned() const { return !to_device() && is_pinned(to, span(to_pitch)); }
+    bool from_pinned() const { return !from_device() && is_pinned(from, span(from_pitch)); }
+};
+
+static void run_copy(const Copy &c) {
     memory_open();
-    memmove(to, from, bytes);
+    for (size_t y = 0; y < c.height; y++) {
+        check_side(c.call, "target", c.to + y * c.to_pitch, c.width, c.to_device(), c.site);
+        check_side(c.call, "source", c.from + y * c.from_pitch, c.width, c.from_device(), c.site);
+        memmove(c.to + y * c.to_pitch, c.from + y * c.from_pitch, c.width);
+    }
     memory_close();
-    return cudaSuccess;
 }
 
+// As CUDA does: memory that is not pinned is read in the call, and if the copy writes it, the call waits for
+// the copy. Pinned memory is accessed when the stream has come to the copy.
+static cudaError_t copy_in_stream(Copy c, cudaStream_t stream) {
+    NEED_DEVICE();
+    if (!streams_defer()) return run_copy(c), cudaSuccess;
+    const bool reads_pinned = c.from_pinned(), writes_pinned = c.to_pinned();
+    if (!c.from_device() && !reads_pinned) {
+        check_side(c.call, "source", c.from, c.span(c.from_pitch), false, c.site);
+        c.staged.reset(new char[c.span(c.from_pitch) + 1]);
+        c.from = static_cast<char *>(memcpy(c.staged.get(), c.from, c.span(c.from_pitch)));
+    }
+    stream_add(stream, [=] {
+        CHECK((!reads_pinned || c.from_pinned()) && (!writes_pinned || c.to_pinned()),
+              "%s (%s): its pinned memory was freed before the stream came to the copy", c.call,
+              line_text(c.site));
+        return run_copy(c), true;
+    });
+    return c.to_device() || writes_pinned ? cudaSuccess : cudaStreamSynchronize(stream);
+}
+
+// On the default stream. The host waits, unless both sides are on the device; and copies of memory that is
+// not pinned may still be on their way from where they are staged.
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-    return copy("cudaMemcpy", to, from, bytes, kind, __builtin_return_address(0));
+    const Copy c = {"cudaMemcpy",
+                    __builtin_return_address(0),
+                    static_cast<char *>(to),
+                    bytes,
+                    static_cast<const char *>(from),
+                    bytes,
+                    bytes,
+                    1,
+                    kind,
+                    nullptr};
+    const bool waits = !c.to_device() || c.from_pinned();
+    const cudaError_t status = copy_in_stream(c, nullptr);
+    return status == cudaSuccess && waits ? cudaStreamSynchronize(nullptr) : status;
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
-    return copy("cudaMemcpyAsync", to, from, bytes, kind, __builtin_return_address(0));
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+    return copy_in_stream({"cudaMemcpyAsync", __builtin_return_address(0), static_cast<char *>(to), bytes,
+                           static_cast<const char *>(from), bytes, bytes, 1, kind, nullptr},
+                          stream);
 }
 
 cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
-                              size_t height, cudaMemcpyKind kind, cudaStream_t) {
-    if (width > to_pitch || width > from_pitch) return told(cudaErrorInvalidValue);
-    for (size_t y = 0; y < height; y++)
-        copy("cudaMemcpy2DAsync", static_cast<char *>(to) + y * to_pitch,
-             static_cast<const char *>(from) + y * from_pitch, width, kind, __builtin_return_address(0));
-    return cudaSuccess;
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
+    if (width > to_pitch || width > from_pitch) return cuda_told(cudaErrorInvalidValue);
+    return copy_in_stream(
+        {"cudaMemcpy2DAsync", __builtin_return_address(0), static_cast<char *>(to), to_pitch,
+         static_cast<const char *>(from), from_pitch, width, height, kind, nullptr},
+        stream);
 }
 
+// Neither waits for the fill.
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {
     NEED_DEVICE();
-    check_side("cudaMemset", "target", to, bytes, true, __builtin_return_address(0));
-    memory_open();
-    memset(to, value, bytes);
-    memory_close();
+    const void *site = __builtin_return_address(0);
+    in_stream(nullptr, [=] { fill("cudaMemset", to, value, bytes, site); });
     return cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
     NEED_DEVICE();
-    check_side("cudaMemsetAsync", "target", to, bytes, true, __builtin_return_address(0));
-    memory_open();
-    memset(to, value, bytes);
-    memory_close();
+    const void *site = __builtin_return_address(0);
+    in_stream(stream, [=] { fill("cudaMemsetAsync", to, value, bytes, site); });
     return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
     static CudaPool only;
     *pool = &only;
-    return told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+    return cuda_told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
 }
 
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void *value) {
@@ -269,44 +354,11 @@ cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribut
         *static_cast<uint64_t *>(value) = pool->release_threshold;
     else if (attribute == cudaMemPoolAttrReservedMemCurrent || attribute == cudaMemPoolAttrUsedMemCurrent)
         *static_cast<uint64_t *>(value) = memory_in_use();
-    else return told(cudaErrorInvalidValue);
+    else return cuda_told(cudaErrorInvalidValue);
     return cudaSuccess;
 }
 
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
-
-// ---- streams and events ----
-
-cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = new CudaStream(), cudaSuccess; }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return cudaStreamCreate(stream); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, int priority) {
-    return *stream = new CudaStream{priority}, cudaSuccess;
-}
-cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
-    return *least = 0, *greatest = -5, cudaSuccess;
-}
-cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return device_is_here(); }
-cudaError_t cudaStreamQuery(cudaStream_t) { return device_is_here(); }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
-    return told(event ? cudaSuccess : cudaErrorInvalidValue);
-}
-
-cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = new CudaEvent(), cudaSuccess; }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return cudaEventCreate(event); }
-cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
-static double seconds_of_work;
-void cuda_pass(double seconds) { seconds_of_work += seconds; }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-    if (!event) return told(cudaErrorInvalidValue);
-    return event->seconds = wall_seconds() + seconds_of_work, cudaSuccess;
-}
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
-    *milliseconds = (float)((to->seconds - from->seconds) * 1e3);
-    return cudaSuccess;
-}
 
 // ---- launches that a GPU would refuse ----
 
@@ -369,7 +421,7 @@ void check_static_shared(const CudaLaunch *l, size_t bytes) {
 }
 
 void check_launch(const CudaLaunch *l) {
-    CHECK(!is_lost(), "the kernel %s could not start (%s:%d): initialization error", l->name, l->file,
+    CHECK(!cuda_is_lost(), "the kernel %s could not start (%s:%d): initialization error", l->name, l->file,
           l->line);
     check_sizes(l);
     check_shared(l);

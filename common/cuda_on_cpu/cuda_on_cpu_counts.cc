@@ -23,11 +23,13 @@ static std::unordered_set<uintptr_t> loaded, stored;  // sectors of this launch
 static List<uintptr_t> copied;                         // those that TMA loaded
 
 void cuda_count_begin(void) {
+    cudaDeviceSynchronize();
     counts = CudaCounts();
     now.counting = true;
 }
 
 CudaCounts cuda_count_end(void) {
+    cudaDeviceSynchronize();
     now.counting = false;
     return counts;
 }

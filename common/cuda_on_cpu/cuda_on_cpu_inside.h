@@ -9,6 +9,7 @@
 //   cuda_on_cpu_tape.cc    the steps of each warp of one block, for a timeline
 //   cuda_on_cpu_units.cc   what the machine code of a basic block computes
 //   cuda_on_cpu_api.cc     the runtime API
+//   cuda_on_cpu_streams.cc its streams and events
 #ifndef CUDA_ON_CPU_INSIDE_H
 #define CUDA_ON_CPU_INSIDE_H
 
@@ -37,6 +38,14 @@ struct List {
     }
 };
 }  // namespace
+
+// The next number of a sequence (splitmix64).
+static inline uint64_t draw(uint64_t *state) {
+    uint64_t z = *state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
 
 enum { LANES = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / LANES };
 
@@ -190,7 +199,13 @@ void memory_close(void);
 bool memory_is_device(const void *address);
 void memory_check_host(const char *call, const void *address, size_t bytes, const void *site);
 
-// ---- the clock of events (cuda_on_cpu_api.cc) ----
+// ---- the runtime API (cuda_on_cpu_api.cc) ----
+// Returns the error, and keeps it for cudaGetLastError.
+cudaError_t cuda_told(cudaError_t error);
+// In the child of a process that has used CUDA before it forked.
+bool cuda_is_lost(void);
+
+// ---- the clock of events (cuda_on_cpu_streams.cc) ----
 // Lets the time of so much work on a device pass; for emulations of libraries.
 void cuda_pass(double seconds);
 

@@ -7,11 +7,13 @@ static List<IssueStep> tape;
 static List<int> lines;  // that call wgmma, in the order of their letters
 
 void cuda_tape_begin(void) {
+    cudaDeviceSynchronize();
     tape.count = lines.count = 0;
     now.counting = now.recording = true;
 }
 
 IssueTape cuda_tape_end(void) {
+    cudaDeviceSynchronize();
     now.counting = now.recording = false;
     IssueTape made = {tape.items, (int64_t)tape.count};
     tape = {};

@@ -19,6 +19,7 @@
 #include <limits.h>
 
 #include "cuda_on_cpu/cuda_on_cpu_inside.h"
+#include "cuda_on_cpu/cuda_on_cpu_streams.h"
 #include "hash.h"
 #include "tensor/tensor.h"
 
@@ -293,7 +294,7 @@ static float scale_of(const void *device) {
 }
 
 static void multiply(const cublasLtMatmulDescOpaque_t &x, const cublasLtMatrixLayout_t (&m)[MATRICES],
-                     const Span &a, const Span &b, const Span &d, const void *alpha, const void *beta) {
+                     const Span &a, const Span &b, const Span &d, double alpha, double beta) {
     const CBLAS_TRANSPOSE first = x.transpose[A] ? CblasTrans : CblasNoTrans;
     const CBLAS_TRANSPOSE second = x.transpose[B] ? CblasTrans : CblasNoTrans;
     const int rows = (int)m[D]->rows, columns = (int)m[D]->columns;
@@ -303,14 +304,18 @@ static void multiply(const cublasLtMatmulDescOpaque_t &x, const cublasLtMatrixLa
     for (int64_t i = 0; i < m[D]->batch; i++) {
         const int64_t at_a = i * m[A]->step, at_b = i * m[B]->step, at_d = i * m[D]->step;
         if (a.wide == F64)
-            cblas_dgemm(CblasColMajor, first, second, rows, columns, inner, *(const double *)alpha,
+            cblas_dgemm(CblasColMajor, first, second, rows, columns, inner, alpha,
                         static_cast<double *>(a.host) + at_a, ld_a, static_cast<double *>(b.host) + at_b,
-                        ld_b, *(const double *)beta, static_cast<double *>(d.host) + at_d, ld_d);
+                        ld_b, beta, static_cast<double *>(d.host) + at_d, ld_d);
         else
-            cblas_sgemm(CblasColMajor, first, second, rows, columns, inner, *(const float *)alpha * scale,
+            cblas_sgemm(CblasColMajor, first, second, rows, columns, inner, (float)alpha * scale,
                         static_cast<float *>(a.host) + at_a, ld_a, static_cast<float *>(b.host) + at_b,
-                        ld_b, *(const float *)beta, static_cast<float *>(d.host) + at_d, ld_d);
+                        ld_b, (float)beta, static_cast<float *>(d.host) + at_d, ld_d);
     }
+}
+
+static double number_at(const void *host, bool wide) {
+    return wide ? *static_cast<const double *>(host) : *static_cast<const float *>(host);
 }
 
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t x, const void *alpha, const void *a,
@@ -318,7 +323,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t x, const vo
                               cublasLtMatrixLayout_t b_layout, const void *beta, const void *c,
                               cublasLtMatrixLayout_t c_layout, void *d, cublasLtMatrixLayout_t d_layout,
                               const cublasLtMatmulAlgo_t *algo, void *workspace, size_t workspace_bytes,
-                              cudaStream_t) {
+                              cudaStream_t stream) {
     const cublasLtMatrixLayout_t m[MATRICES] = {a_layout, b_layout, c_layout, d_layout};
     const void *const at[MATRICES] = {a, b, c, d};
     const cublasStatus_t status = need(*x, m);
@@ -336,11 +341,19 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t x, const vo
          "the workspace is not in device memory");
     NEED(INVALID_VALUE, workspace_bytes >= algo->data[WORKSPACE], "the workspace is too small");
     cublaslt_on_cpu_used[algo->data[NUMBER]]++;
-    cuda_pass(seconds_of[algo->data[NUMBER]]);
-    Span left = read_span(a, m[A]), right = read_span(b, m[B]), result = read_span(c, m[C]);
-    result.device = d;
-    multiply(*x, m, left, right, result, alpha, beta);
-    write_span(&result);
-    free(left.host), free(right.host), free(result.host);
+    // Its descriptions and the two numbers on the host are read in the call.
+    const bool wide = dtype_of(a_layout->type) == F64;
+    const double alpha_is = number_at(alpha, wide), beta_is = number_at(beta, wide);
+    const double seconds = seconds_of[algo->data[NUMBER]];
+    in_stream(stream, [x = *x, a, b, c, d, a_is = *a_layout, b_is = *b_layout, c_is = *c_layout,
+                       d_is = *d_layout, alpha_is, beta_is, seconds]() mutable {
+        const cublasLtMatrixLayout_t m[MATRICES] = {&a_is, &b_is, &c_is, &d_is};
+        cuda_pass(seconds);
+        Span left = read_span(a, m[A]), right = read_span(b, m[B]), result = read_span(c, m[C]);
+        result.device = d;
+        multiply(x, m, left, right, result, alpha_is, beta_is);
+        write_span(&result);
+        free(left.host), free(right.host), free(result.host);
+    });
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -18,7 +18,9 @@
 //   - sums are those of a ring, rounded at each hop, and start at a different member for each piece, so they
 //     are not in rank order. A maximum drops NaN
 //
-// The emulated streams run everything at once, so an operation is done when its bytes have been copied.
+// Where the emulated streams have queues (CUDA_ON_CPU_STREAMS), a group of calls is queued on its stream, as
+// NCCL does it; the stream waits for the other ranks, and the host does not. What goes wrong there is told by
+// ncclCommGetAsyncError, and the stream gets no further.
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
@@ -40,6 +42,7 @@ static char host_id[HOST];
 static int depth;
 static std::vector<Op> grouped;
 static ncclComm_t grouped_on;
+static cudaStream_t grouped_in;
 
 ncclResult_t refuse(ncclResult_t result, const char *format, ...) {
     va_list arguments;
@@ -250,7 +253,7 @@ static void plan(ncclComm_t c, Op *op) {
 // NCCL makes the connections that a group needs before it starts, and two ranks opposite each other in the
 // ring of ranks exchange all their requests at once, so they must want the same number of connections. Here
 // that is required of every pair.
-static void connect(ncclComm_t c) {
+static void connect(ncclComm_t c, std::vector<Op> *ops) {
     std::vector<int> wants(c->ranks);
     for (Op &op : grouped) {
         if (op.peer < 0) continue;
@@ -263,17 +266,17 @@ static void connect(ncclComm_t c) {
             Op op;
             op.header = {CONNECT, ncclInt8, 0, 0, wants[r]};
             op.peer = r;
-            c->ops.push_back(op);
+            ops->push_back(op);
         }
 }
 
-static void number_launches(ncclComm_t c) {
+static void number_launches(ncclComm_t c, std::vector<Op> *ops) {
     static std::map<int, int64_t> launched;  // by process
-    for (Op &op : c->ops) op.place.resize(c->ranks);
+    for (Op &op : *ops) op.place.resize(c->ranks);
     for (int r = 0; r < c->ranks; r++) {
         int64_t width = 0, &count = launched[c->shared->member[r].pid];
-        for (Op &op : c->ops) width += op.peer < 0 || op.peer == r;
-        for (Op &op : c->ops) op.place[r] = {count, width};
+        for (Op &op : *ops) width += op.peer < 0 || op.peer == r;
+        for (Op &op : *ops) op.place[r] = {count, width};
         count += width;
     }
 }
@@ -335,6 +338,25 @@ static void lose(ncclComm_t c) {
     if (text && sscanf(text, "%d:%d", &rank, &signal) == 2 && rank == c->rank) raise(signal);
 }
 
+static void begin_ops(ncclComm_t c, const std::vector<Op> &ops) {
+    c->ops = ops;
+    for (Op &op : c->ops) plan(c, &op);
+}
+
+// What is queued on a communicator runs in the order of its calls, whatever the streams.
+static ncclResult_t queue_ops(ncclComm_t c, const std::vector<Op> &ops) {
+    const int64_t number = c->queued++;
+    stream_add(grouped_in, [c, ops, number] {
+        if (c->run != number || c->state != ncclSuccess) return false;
+        if (c->ops.empty()) begin_ops(c, ops);
+        const ncclResult_t result = push_ops(c);
+        if (result != ncclInProgress) c->state = result;
+        c->run += result == ncclSuccess;
+        return result == ncclSuccess;
+    });
+    return ncclSuccess;
+}
+
 ncclResult_t ncclGroupEnd(void) {
     if (depth == 0) return refuse(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
     if (--depth > 0 || grouped.empty()) return ncclSuccess;
@@ -342,26 +364,33 @@ ncclResult_t ncclGroupEnd(void) {
     lose(c);
     const ncclResult_t apart = check_arrays(c);
     if (apart != ncclSuccess) return grouped.clear(), apart;
-    connect(c);
-    for (Op &op : grouped) c->ops.push_back(op);
+    std::vector<Op> ops;
+    connect(c, &ops);
+    ops.insert(ops.end(), grouped.begin(), grouped.end());
     grouped.clear();
-    number_launches(c);
-    for (Op &op : c->ops) plan(c, &op);
+    number_launches(c, &ops);
+    if (streams_defer() && c->blocking) return queue_ops(c, ops);
+    // Without a queue. The book has only blocking communicators.
+    cudaStreamSynchronize(grouped_in);
+    begin_ops(c, ops);
     c->state = ncclInProgress;
     return started(c);
 }
 
 static ncclResult_t add(ncclComm_t c, Call call, const void *from, void *to, size_t count,
-                        ncclDataType_t type, int op, int root, int peer) {
+                        ncclDataType_t type, int op, int root, int peer, cudaStream_t stream) {
     ncclResult_t ready = check_ready(c, call_names[call]);
     if (ready != ncclSuccess) return ready;
     if (grouped_on && grouped_on != c)
         return refuse(ncclInvalidUsage, "a group of calls on two communicators: not here");
+    if (grouped_on && grouped_in != stream)
+        return refuse(ncclInvalidUsage, "a group of calls on two streams: not here");
     if (peer >= c->ranks || root >= c->ranks || peer == c->rank || root < 0)
         return refuse(ncclInvalidArgument,
                       "%s: there is no rank %d in this communicator of %d, or it is this one",
                       call_names[call], peer >= 0 ? peer : root, c->ranks);
     grouped_on = c;
+    grouped_in = stream;
     if (count == 0 && peer < 0) return ncclSuccess;
     Op one;
     one.header = {call, type, op, root, (int64_t)count};
@@ -374,40 +403,41 @@ static ncclResult_t add(ncclComm_t c, Call call, const void *from, void *to, siz
 
 // A call outside a group is a group of its own.
 static ncclResult_t enqueue(ncclComm_t c, Call call, const void *from, void *to, size_t count,
-                            ncclDataType_t type, int op, int root, int peer) {
-    if (depth > 0) return add(c, call, from, to, count, type, op, root, peer);
+                            ncclDataType_t type, int op, int root, int peer, cudaStream_t stream) {
+    if (depth > 0) return add(c, call, from, to, count, type, op, root, peer, stream);
     ncclGroupStart();
-    ncclResult_t added = add(c, call, from, to, count, type, op, root, peer), ended = ncclGroupEnd();
+    ncclResult_t added = add(c, call, from, to, count, type, op, root, peer, stream),
+                 ended = ncclGroupEnd();
     return added == ncclSuccess ? ended : added;
 }
 
 ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
-                      cudaStream_t) {
-    return enqueue(comm, SEND, from, nullptr, count, type, 0, 0, peer);
+                      cudaStream_t stream) {
+    return enqueue(comm, SEND, from, nullptr, count, type, 0, 0, peer, stream);
 }
 ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
-                      cudaStream_t) {
-    return enqueue(comm, SEND, nullptr, to, count, type, 0, 0, peer);
+                      cudaStream_t stream) {
+    return enqueue(comm, SEND, nullptr, to, count, type, 0, 0, peer, stream);
 }
 ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type, int root,
-                           ncclComm_t comm, cudaStream_t) {
-    return enqueue(comm, BROADCAST, from, to, count, type, 0, root, -1);
+                           ncclComm_t comm, cudaStream_t stream) {
+    return enqueue(comm, BROADCAST, from, to, count, type, 0, root, -1, stream);
 }
 ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm,
-                           cudaStream_t) {
-    return enqueue(comm, ALL_GATHER, from, to, count, type, 0, 0, -1);
+                           cudaStream_t stream) {
+    return enqueue(comm, ALL_GATHER, from, to, count, type, 0, 0, -1, stream);
 }
 ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                           ncclComm_t comm, cudaStream_t) {
-    return enqueue(comm, ALL_REDUCE, from, to, count, type, op, 0, -1);
+                           ncclComm_t comm, cudaStream_t stream) {
+    return enqueue(comm, ALL_REDUCE, from, to, count, type, op, 0, -1, stream);
 }
 ncclResult_t ncclReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                        int root, ncclComm_t comm, cudaStream_t) {
-    return enqueue(comm, REDUCE, from, to, count, type, op, root, -1);
+                        int root, ncclComm_t comm, cudaStream_t stream) {
+    return enqueue(comm, REDUCE, from, to, count, type, op, root, -1, stream);
 }
 ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type,
-                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t) {
-    return enqueue(comm, REDUCE_SCATTER, from, to, count, type, op, 0, -1);
+                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+    return enqueue(comm, REDUCE_SCATTER, from, to, count, type, op, 0, -1, stream);
 }
 
 // ---- progress ----
@@ -420,6 +450,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *result) {
         else if (c->child) c->state = push_split(c);
         else c->state = push_ops(c);
     }
+    streams_run_some();  // a device goes on, whatever its host waits for
     *result = c->state;
     return ncclSuccess;
 }
@@ -428,8 +459,10 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *result) {
 
 ncclResult_t ncclCommFinalize(ncclComm_t c) {
     ncclResult_t ready = check_ready(c, "ncclCommFinalize");
-    if (ready == ncclSuccess) c->finalized = true;
-    return ready;
+    if (ready != ncclSuccess) return ready;
+    streams_run_until([c] { return c->run == c->queued || c->state != ncclSuccess; });
+    c->finalized = true;
+    return c->state;
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t c) {

@@ -3,6 +3,7 @@
 #ifndef NCCL_ON_CPU_INSIDE_H
 #define NCCL_ON_CPU_INSIDE_H
 
+#include "cuda_on_cpu/cuda_on_cpu_streams.h"
 #include "nccl_on_cpu.h"
 
 // Shared memory here is the host's; cuda_on_cpu.h's checks of each copy are for kernels.
@@ -100,7 +101,8 @@ struct ncclComm {
     int rank = 0, ranks = 0;
     bool blocking = true, opened = false, aborted = false, finalized = false;
     ncclResult_t state = ncclInProgress;
-    std::vector<Op> ops;
+    std::vector<Op> ops;          // that run now
+    int64_t queued = 0, run = 0;  // launches that streams hold or held, and those that are over
     std::vector<std::deque<Message>> out;       // to each rank
     std::vector<std::deque<Message *>> want;    // from each
     std::vector<bool> sends_to, receives_from;  // connected

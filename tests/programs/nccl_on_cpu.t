@@ -4,7 +4,7 @@
 # needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu OBJECTS=build
 # needs: build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_comm_requests
 # needs: build-nccl-on-cpu/tests/test_comm_clock build-nccl-on-cpu/tests/test_lines
-# needs: build-nccl-on-cpu/02_zero/zero_r build-nccl-on-cpu/corpus.txt
+# needs: build-nccl-on-cpu/tests/test_streams build-nccl-on-cpu/02_zero/zero_r build-nccl-on-cpu/corpus.txt
 # A pattern chooses among the tests of these programs.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -12,7 +12,8 @@ needs_fibers
 nccl=build-nccl-on-cpu build=build-nccl-on-cpu/01_data_parallel
 builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build \
     $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams,waits},corpus.txt} \
-    $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed} $nccl/02_zero/zero_r
+    $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed} $nccl/02_zero/zero_r \
+    $nccl/08_mixed_precision/train_5d
 
 # A rank that is lost unnoticed: it has announced its call, and the other rank is inside NCCL.
 for lost in KILL STOP; do
@@ -34,6 +35,15 @@ fi
 small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13 --steps 1"
 build=$nccl passes "zero_r over NCCL, whose calls have no common order of sums" 02_zero/zero_r --ranks 4 \
     $small --dtype f32
+# Streams with queues, whose work the emulator runs in orders that only streams, events and waits limit.
+if wanted "streams keep the order of the calls, in any order of the rest"; then
+    bad=0
+    for seed in 1 2 3 4 5; do
+        CUDA_ON_CPU_STREAMS=$seed run $nccl/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out" || bad=1
+        [ $bad = 0 ] || break
+    done
+    report $bad "streams keep the order of the calls, in any order of the rest"
+fi
 [ $# = 0 ] || [ $count = 0 ] || finish
 
 programs="test_comm test_comm_requests test_comm_clock test_lines"
@@ -59,6 +69,16 @@ report $? "crossed orders of two communicators: $(cat "$err")"
 
 run $nccl/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"
 report $? "streams keep the order of the calls"
+train() {
+    run $nccl/08_mixed_precision/train_5d --no-check --dp 2 --pp 2 --tp 1 --zero 3 --layers 2 \
+        --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 12 --steps 2 --eval-every 0 --sample 0 --save "$1"
+}
+bad=0
+train "$work/calls" || bad=1
+for seed in 1 2; do
+    CUDA_ON_CPU_STREAMS=$seed train "$work/$seed" && diff -r "$work/calls" "$work/$seed" >"$out" || bad=1
+done
+report $bad "training steps have the same bits, in any order of the streams: $(cat "$err")"
 limit=400 all_tests $nccl/tests/test_waits --timeout 60
 report $? "the host waits once a step, and for the counts of a mixture's rows"
 for program in test_comm test_comm_requests; do

@@ -47,13 +47,18 @@ static inline const char *at_line(const char *file, int line) {
 }
 #define AT(line) at_line(__FILE__, line)
 
-#define FOUND(run, ...)                                                     \
-    do {                                                                    \
-        const char *const parts[] = {__VA_ARGS__};                          \
-        expect_found(                                                       \
-            #run, [] { run; }, parts, (int)(sizeof parts / sizeof *parts)); \
+// With what it may have left in the queues of streams.
+#define RUN_WHOLE(run)                       \
+    [] {                                     \
+        run;                                 \
+        CUDA_CHECK(cudaDeviceSynchronize()); \
+    }
+#define FOUND(run, ...)                                                                 \
+    do {                                                                                \
+        const char *const parts[] = {__VA_ARGS__};                                      \
+        expect_found(#run, RUN_WHOLE(run), parts, (int)(sizeof parts / sizeof *parts)); \
     } while (0)
-#define SOUND(run) expect_sound(#run, [] { run; })
+#define SOUND(run) expect_sound(#run, RUN_WHOLE(run))
 
 static float *floats(size_t count) {
     float *memory;

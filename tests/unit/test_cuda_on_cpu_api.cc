@@ -156,6 +156,7 @@ static void copies_and_fills(void **state) {
     CUDA_CHECK(cudaMallocHost(&pinned, 16));
     // rows of 2 of a matrix with 3 columns
     CUDA_CHECK(cudaMemcpy2DAsync(pinned, 8, a + 1, 12, 8, 2, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaStreamSynchronize(0));
     assert_true(pinned[0] == 2 && pinned[1] == 3 && pinned[2] == 5 && pinned[3] == 6);
     CUDA_CHECK(cudaFreeHost(pinned));
     CUDA_CHECK(cudaFreeAsync(a, 0));
@@ -191,8 +192,8 @@ static void streams_and_events(void **state) {
     LAUNCH(count_up, 1, 64, 0, stream, memory);
     CUDA_CHECK(cudaEventRecord(end, stream));
     CUDA_CHECK(cudaStreamWaitEvent(stream, end));
-    assert_int_equal(cudaEventQuery(end), cudaSuccess);
     CUDA_CHECK(cudaEventSynchronize(end));
+    assert_int_equal(cudaEventQuery(end), cudaSuccess);
     float milliseconds = -1;
     CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin, end));
     assert_true(milliseconds >= 0);

@@ -18,6 +18,8 @@ extern uint32_t cublaslt_on_cpu_needs __attribute__((weak)), cublaslt_on_cpu_all
 extern size_t cuda_on_cpu_shared_most __attribute__((weak));
 // Its compute capability.
 extern int cuda_on_cpu_capability __attribute__((weak));
+// Its work in queues, in an order drawn from the seed.
+void cuda_on_cpu_streams(uint64_t seed) __attribute__((weak));
 // Bytes of device memory that are allocated.
 size_t memory_in_use(void) __attribute__((weak));
 
@@ -224,23 +226,41 @@ static void what_does_not_fit_into_shared_memory_is_the_back_ends(void **) {
     cuda_on_cpu_shared_most = h100;
 }
 
-// ---- uploads ----
+// ---- copies ----
 
-// In pieces, waiting if necessary; on the emulator the stream has always read a piece before the next one.
+// In pieces, waiting if necessary.
+static void upload(size_t bytes) {
+    std::vector<char> host(bytes), back(bytes);
+    for (size_t i = 0; i < bytes; i++) host[i] = (char)(i * 37 + i / 1021);
+    const std::vector<char> sent = host;
+    char *device = static_cast<char *>(cuda_backend_alloc(bytes));
+    cuda_backend_from_host(device, host.data(), bytes);
+    memset(host.data(), 0, bytes);  // the caller may
+    cuda_backend_to_host(back.data(), device, bytes);
+    assert_memory_equal(back.data(), sent.data(), bytes);
+    cuda_backend_free(device);
+}
+
+// On the emulator the stream has always read a piece before the next one, unless its work is queued.
 static void uploads_wait_for_nobody(void **) {
+    if (cuda_on_cpu_streams) cuda_on_cpu_streams(0);
     for (size_t bytes : {(size_t)1, (size_t)4099, (size_t)(1 << 20), (size_t)(9 << 20) + 5}) {
-        std::vector<char> host(bytes), back(bytes);
-        for (size_t i = 0; i < bytes; i++) host[i] = (char)(i * 37 + i / 1021);
-        const std::vector<char> sent = host;
-        char *device = static_cast<char *>(cuda_backend_alloc(bytes));
         const int64_t before = cuda_backend_waits();
-        cuda_backend_from_host(device, host.data(), bytes);
-        if (cuda_on_cpu_order) assert_int_equal(cuda_backend_waits(), before);
-        memset(host.data(), 0, bytes);  // the caller may
-        cuda_backend_to_host(back.data(), device, bytes);
-        assert_memory_equal(back.data(), sent.data(), bytes);
-        cuda_backend_free(device);
+        upload(bytes);
+        const bool is_large = bytes > (size_t)1 << 20;  // the copy back waits before and behind
+        if (cuda_on_cpu_order) assert_int_equal(cuda_backend_waits(), before + 1 + is_large);
     }
+}
+
+static void copies_keep_their_order_with_the_rest(void **) {
+    for (uint64_t seed = 1; seed <= 8; seed++) {
+        if (cuda_on_cpu_streams) cuda_on_cpu_streams(seed);
+        upload((size_t)(9 << 20) + 5);
+        Device x(F32, Doubles(1000, 1));
+        cuda_kernel_fill(F32, x.at, (double)seed, 1000);
+        assert_same("what was written before the copy", x, Doubles(1000, (double)seed));
+    }
+    if (cuda_on_cpu_streams) cuda_on_cpu_streams(0);
 }
 
 // The book's products in f32: lanes load neighbours, however the operands are stored.
@@ -380,6 +400,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
         cmocka_unit_test(what_does_not_fit_into_shared_memory_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
+        cmocka_unit_test(copies_keep_their_order_with_the_rest),
         cmocka_unit_test(one_array_begins_anywhere),
         cmocka_unit_test(transposed_products_load_whole_sectors),
         cmocka_unit_test(codes_move_whole_sectors),

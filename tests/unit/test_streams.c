@@ -1,8 +1,9 @@
 // test_streams.c [--ranks N] [--long] [PATTERN]: computation and communication keep the order of the calls,
 // even if the device does both concurrently: long work precedes each, and what would be read too early is
 // NaN or another number. TAP. On a GPU, with --long, a missing event between the two streams shows here
-// (tests/mutants/gpu.txt); on a CPU nothing runs concurrently with the calls, and only the contract of
-// comm.h is tested. There, messages make progress at the end of each operation.
+// (tests/mutants/gpu.txt), and on the emulated one where streams have queues (nccl_on_cpu.t); on a CPU nothing
+// runs concurrently with the calls, and only the contract of comm.h is tested. There, messages make progress
+// at the end of each operation.
 //
 // Ranks stay in step, so a failure is recorded, and the test continues; after each test the ranks' failures
 // are summed.
@@ -144,6 +145,21 @@ static void a_mark_is_set_at_the_call(void) {
     tensor_free(&other);
 }
 
+// Maxima need memory of their own, and the second call needs more of it, while the first may still use what
+// it has.
+static void a_call_may_outgrow_the_memory_of_the_last(void) {
+    Tensor little = filled(SIZE * SIZE, NAN), t = filled(count, me + 1);
+    fill_late(little, me + 1);
+    Request *first = comm_all_reduce(little, REDUCE_MAX, world),
+            *second = comm_all_reduce(t, REDUCE_MAX, world);
+    comm_wait(first);
+    comm_wait(second);
+    expect("the first maximum", little, n);
+    expect("the second maximum", t, n);
+    tensor_free(&little);
+    tensor_free(&t);
+}
+
 // Makes the file, and computes until another rank has removed it; after 20 s that is too late.
 static void compute_while_there_is(const char *path) {
     FILE *file = fopen(path, "w");
@@ -188,6 +204,7 @@ static const struct {
     TEST(what_is_sent_may_be_freed_behind_the_wait),
     TEST(work_between_call_and_wait_disturbs_nothing),
     TEST(a_mark_is_set_at_the_call),
+    TEST(a_call_may_outgrow_the_memory_of_the_last),
     TEST(a_message_goes_on_while_a_rank_computes),
 };
 enum { TESTS = sizeof tests / sizeof *tests };
