@@ -122,6 +122,7 @@ static void the_host_may_read_a_copy_early(void **) {
         CUDA_CHECK(cudaMemcpyAsync(host, x, sizeof host, cudaMemcpyDeviceToHost, first));
         assert_int_equal(host[0], 1);
         CUDA_CHECK(cudaMemcpyAsync(pinned, x, N * sizeof *x, cudaMemcpyDeviceToHost, first));
+        for (int i = 0; i < 3; i++) cudaStreamQuery(first);
         const bool there = pinned[0] == 1;
         CUDA_CHECK(cudaFree(x));
         CUDA_CHECK(cudaFreeHost(pinned));
