@@ -105,12 +105,12 @@ static bool run_one(void) {
     favourite = over ? s : NULL;
     turns--;
     if (over) s->queue.pop_front(), done++;
+    else sched_yield();  // to other ranks, for which NCCL's calls wait
     return over;
 }
 
 void streams_run_until(const std::function<bool()> &holds) {
-    while (!at_work && !holds())
-        if (!run_one()) sched_yield();  // for other ranks, which NCCL's calls wait for
+    while (!at_work && !holds()) run_one();
 }
 
 static void run_several(uint64_t most) {
