@@ -325,8 +325,8 @@ CudaKernel<P...> cuda_launch(void (*kernel)(P...), const char *name, const char 
 // order. The environment's CUDA_ON_CPU_SEED sets it from outside.
 void cuda_on_cpu_order(uint64_t seed);
 // From now on work waits in the queues of its streams, and runs in orders drawn from the seed that streams,
-// events and waits of the host allow; 0: it is done in the call. The environment's CUDA_ON_CPU_STREAMS sets it
-// from outside.
+// events and waits of the host allow; 0: it is done in the call. The environment's CUDA_ON_CPU_STREAMS sets
+// it from outside.
 void cuda_on_cpu_streams(uint64_t seed);
 
 // ---- counting ----

@@ -274,6 +274,7 @@ static cudaError_t copy_in_stream(Copy c, cudaStream_t stream) {
     if (!streams_defer()) return run_copy(c), cudaSuccess;
     const bool reads_pinned = c.from_pinned(), writes_pinned = c.to_pinned();
     if (!c.from_device() && !reads_pinned) {
+        check_side(c.call, "target", c.to, c.span(c.to_pitch), c.to_device(), c.site);
         check_side(c.call, "source", c.from, c.span(c.from_pitch), false, c.site);
         c.staged.reset(new char[c.span(c.from_pitch) + 1]);
         c.from = static_cast<char *>(memcpy(c.staged.get(), c.from, c.span(c.from_pitch)));

@@ -105,28 +105,28 @@ static bool run_one(void) {
     favourite = over ? s : NULL;
     turns--;
     if (over) s->queue.pop_front(), done++;
+    else sched_yield();  // to other ranks, for which NCCL's calls wait
     return over;
 }
 
 void streams_run_until(const std::function<bool()> &holds) {
-    while (!at_work && !holds())
-        if (!run_one()) sched_yield();  // for other ranks, which NCCL's calls wait for
+    while (!at_work && !holds()) run_one();
+}
+
+static void run_several(uint64_t most) {
+    while (most > 0 && run_one()) most--;
 }
 
 void streams_run_some(void) {
-    if (!streams_defer()) return;
-    for (uint64_t more = draw(&seed) % 4; more > 0 && run_one(); more--) {
-    }
+    if (streams_defer() && draw(&seed) % 4 == 0) run_several(draw(&seed) % 4);
 }
 
 static void add(CudaStream *s, Piece piece) {
     piece.number = pieces++;
     s->queue.push_back(std::move(piece));
     if (s->queue.size() > LONGEST) streams_run_until([s] { return s->queue.size() <= LONGEST; });
-    // On average the device is about as fast as the host.
-    if (draw(&seed) % 8 == 0)
-        for (uint64_t more = draw(&seed) % 16; more > 0 && run_one(); more--) {
-        }
+    // Mostly the device is behind the host, and now and then catches up.
+    if (draw(&seed) % 64 == 0) run_several(draw(&seed) % 256);
 }
 
 void stream_add(cudaStream_t stream, std::function<bool()> work) {

@@ -450,7 +450,8 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *result) {
         else if (c->child) c->state = push_split(c);
         else c->state = push_ops(c);
     }
-    streams_run_some();  // a device goes on, whatever its host waits for
+    // A device goes on, whatever its host waits for; hosts ask this some 50 times a second.
+    for (int i = 0; i < 64; i++) streams_run_some();
     *result = c->state;
     return ncclSuccess;
 }

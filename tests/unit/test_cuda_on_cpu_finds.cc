@@ -99,11 +99,11 @@ template <int FORM>
 static void check_form(const char *form, int last) {
     static int index;
     index = last;
-    expect_sound(form, [] { LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index); });
+    expect_sound(form, RUN_WHOLE(LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index)));
     index = last + 1;
     const char *const parts[] = {" of 240 bytes of device memory"};
-    expect_found(
-        form, [] { LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index); }, parts, 1);
+    expect_found(form, RUN_WHOLE(LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index)), parts,
+                 1);
 }
 
 static void every_form_of_access_is_seen(void **state) {

@@ -59,16 +59,19 @@ static void a_kernel_may_pass_another_streams_that_it_does_not_wait_for(void **)
 static void an_event_may_be_recorded_anew_or_destroyed(void **) {
     const auto is_right = [] {
         cudaEvent_t mark;
+        cudaStream_t idle;
         CUDA_CHECK(cudaEventCreate(&mark));
+        CUDA_CHECK(cudaStreamCreateWithFlags(&idle, cudaStreamNonBlocking));
         int *x = to_device(std::vector<int>(N, 1)), *y = fresh<int>(N);
         CUDA_CHECK(cudaDeviceSynchronize());
         LAUNCH(set, 1, N, 0, first, x, 2);
         CUDA_CHECK(cudaEventRecord(mark, first));
         CUDA_CHECK(cudaStreamWaitEvent(second, mark));
-        CUDA_CHECK(cudaEventRecord(mark, second));
+        CUDA_CHECK(cudaEventRecord(mark, idle));
         CUDA_CHECK(cudaEventDestroy(mark));
         LAUNCH(copy, 1, N, 0, second, y, x);
         CUDA_CHECK(cudaStreamSynchronize(second));
+        CUDA_CHECK(cudaStreamDestroy(idle));
         CUDA_CHECK(cudaFree(x));
         return all_are(y, 2);
     };
@@ -122,6 +125,7 @@ static void the_host_may_read_a_copy_early(void **) {
         CUDA_CHECK(cudaMemcpyAsync(host, x, sizeof host, cudaMemcpyDeviceToHost, first));
         assert_int_equal(host[0], 1);
         CUDA_CHECK(cudaMemcpyAsync(pinned, x, N * sizeof *x, cudaMemcpyDeviceToHost, first));
+        for (int i = 0; i < 3; i++) cudaStreamQuery(first);
         const bool there = pinned[0] == 1;
         CUDA_CHECK(cudaFree(x));
         CUDA_CHECK(cudaFreeHost(pinned));

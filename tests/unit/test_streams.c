@@ -1,9 +1,9 @@
 // test_streams.c [--ranks N] [--long] [PATTERN]: computation and communication keep the order of the calls,
 // even if the device does both concurrently: long work precedes each, and what would be read too early is
 // NaN or another number. TAP. On a GPU, with --long, a missing event between the two streams shows here
-// (tests/mutants/gpu.txt), and on the emulated one where streams have queues (nccl_on_cpu.t); on a CPU nothing
-// runs concurrently with the calls, and only the contract of comm.h is tested. There, messages make progress
-// at the end of each operation.
+// (tests/mutants/gpu.txt), and on the emulated one where streams have queues (nccl_on_cpu.t); on a CPU
+// nothing runs concurrently with the calls, and only the contract of comm.h is tested. There, messages make
+// progress at the end of each operation.
 //
 // Ranks stay in step, so a failure is recorded, and the test continues; after each test the ranks' failures
 // are summed.
