@@ -149,12 +149,17 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
 
 // ---- memory ----
 
-cudaError_t cuda_malloc(void **memory, size_t bytes) {
+static cudaError_t allocate(void **memory, size_t bytes) {
     NEED_DEVICE();
     *memory = NULL;
     if (bytes == 0) return cudaSuccess;
     *memory = memory_allocate(bytes);
     return cuda_told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
+}
+
+cudaError_t cuda_malloc(void **memory, size_t bytes) {
+    cuda_count_wait();
+    return allocate(memory, bytes);
 }
 
 static void fill(const char *call, void *to, int value, size_t bytes, const void *site) {
@@ -170,11 +175,11 @@ static void fill(const char *call, void *to, int value, size_t bytes, const void
 // only, so it is filled with NaN once more when that has come to the call: another stream that does not wait
 // for it loses what it writes.
 cudaError_t cuda_malloc_async(void **memory, size_t bytes, cudaStream_t stream) {
-    cudaError_t status = cuda_malloc(memory, bytes);
+    cudaError_t status = allocate(memory, bytes);
     if (!streams_defer()) return status;
     if (status == cudaErrorMemoryAllocation) {
         cudaStreamSynchronize(stream);
-        status = cuda_malloc(memory, bytes);
+        status = allocate(memory, bytes);
     }
     void *made = *memory, *site = __builtin_return_address(0);
     if (made) in_stream(stream, [=] { fill("cudaMallocAsync", made, 0xff, bytes, site); });
@@ -211,6 +216,7 @@ static bool is_pinned(const void *memory, size_t bytes) {
 
 cudaError_t cuda_malloc_host(void **memory, size_t bytes) {
     NEED_DEVICE();
+    cuda_count_wait();
     *memory = malloc(bytes ? bytes : 1);
     if (*memory) pinned[(uintptr_t)*memory] = bytes;
     return cuda_told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
@@ -218,6 +224,7 @@ cudaError_t cuda_malloc_host(void **memory, size_t bytes) {
 
 cudaError_t cudaFreeHost(void *memory) {
     NEED_DEVICE();
+    cuda_count_wait();
     CHECK(!memory_is_device(memory), "cudaFreeHost (%s): %p is device memory",
           line_text(__builtin_return_address(0)), memory);
     pinned.erase((uintptr_t)memory);
@@ -301,6 +308,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind 
                     1,
                     kind,
                     nullptr};
+    cuda_count_wait();
     const bool waits = !c.to_device() || c.from_pinned();
     const cudaError_t status = copy_in_stream(c, nullptr);
     return status == cudaSuccess && waits ? cudaStreamSynchronize(nullptr) : status;

@@ -202,6 +202,8 @@ void memory_check_host(const char *call, const void *address, size_t bytes, cons
 // ---- the runtime API (cuda_on_cpu_api.cc) ----
 // Returns the error, and keeps it for cudaGetLastError.
 cudaError_t cuda_told(cudaError_t error);
+// The host makes a call that waits for the device, or that may do so on a GPU (cuda_on_cpu_waits).
+void cuda_count_wait(void);
 // In the child of a process that has used CUDA before it forked.
 bool cuda_is_lost(void);
 

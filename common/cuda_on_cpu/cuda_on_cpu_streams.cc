@@ -51,7 +51,7 @@ static std::vector<CudaStream *> &streams = *new std::vector<CudaStream *>{&defa
 static uint64_t pieces, done;  // added to all queues so far; over
 static uint64_t seed;          // the state of what is drawn
 static bool is_set, queueing;
-static bool at_work;  // a piece runs
+static bool at_work;  // work of a stream runs, from a queue or in the call
 
 static CudaStream *stream_at(cudaStream_t stream) { return stream ? stream : &default_stream; }
 
@@ -70,6 +70,9 @@ bool streams_defer(void) {
     return queueing && !at_work;
 }
 
+StreamWork::StreamWork() : before(at_work) { at_work = true; }
+StreamWork::~StreamWork() { at_work = before; }
+
 // ---- the queues ----
 
 static bool is_ready(const CudaStream *s) {
@@ -82,6 +85,11 @@ static bool is_ready(const CudaStream *s) {
         if (ordered && !other->queue.empty() && other->queue.front().number < first.number) return false;
     }
     return true;
+}
+
+static bool run_first(CudaStream *s) {
+    StreamWork runs;
+    return s->queue.front().work();
 }
 
 // Runs one piece; false: there is none that is ready, or it is not over. Up to 16 pieces of one stream run
@@ -99,9 +107,7 @@ static bool run_one(void) {
         turns = 1ull << draw(&seed) % 5;
     }
     CudaStream *s = *found;
-    at_work = true;
-    const bool over = !s->queue.front().work || s->queue.front().work();
-    at_work = false;
+    const bool over = !s->queue.front().work || run_first(s);
     favourite = over ? s : NULL;
     turns--;
     if (over) s->queue.pop_front(), done++;
@@ -137,7 +143,12 @@ static void finish(const CudaStream *s) {
     streams_run_until([s] { return s->queue.empty(); });
 }
 
+static int64_t waits;
+void cuda_count_wait(void) { waits += !at_work; }
+int64_t cuda_on_cpu_waits(void) { return waits; }
+
 cudaError_t cudaDeviceSynchronize(void) {
+    cuda_count_wait();
     if (cuda_is_lost()) return cuda_told(cudaErrorInitializationError);
     streams_run_until([] { return pieces == done; });
     return cudaSuccess;
@@ -171,6 +182,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    cuda_count_wait();
     if (cuda_is_lost()) return cuda_told(cudaErrorInitializationError);
     finish(stream_at(stream));
     return cudaSuccess;
@@ -205,6 +217,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    cuda_count_wait();
     streams_run_until([event] { return event->mark->reached; });
     return cudaSuccess;
 }

@@ -18,11 +18,20 @@ void streams_run_until(const std::function<bool()> &holds);
 // Runs a few pieces of queued work, or none: what a device may have done since the host last looked.
 void streams_run_some(void);
 
+// While one exists, it is a stream's work that runs, and not the host.
+class StreamWork {
+    const bool before;
+
+   public:
+    StreamWork();
+    ~StreamWork();
+};
 // Does the work now, or when the stream comes to it. What the work uses is to be captured by value.
 template <class Work>
 void in_stream(cudaStream_t stream, Work work) {
-    if (streams_defer()) stream_add(stream, [work]() mutable { return work(), true; });
-    else work();
+    if (streams_defer()) return stream_add(stream, [work]() mutable { return work(), true; });
+    StreamWork runs;
+    work();
 }
 
 #endif

@@ -339,6 +339,7 @@ static void lose(ncclComm_t c) {
 }
 
 static void begin_ops(ncclComm_t c, const std::vector<Op> &ops) {
+    StreamWork runs;
     c->ops = ops;
     for (Op &op : c->ops) plan(c, &op);
 }
@@ -371,7 +372,7 @@ ncclResult_t ncclGroupEnd(void) {
     number_launches(c, &ops);
     if (streams_defer() && c->blocking) return queue_ops(c, ops);
     // Without a queue. The book has only blocking communicators.
-    cudaStreamSynchronize(grouped_in);
+    if (streams_defer()) cudaStreamSynchronize(grouped_in);
     begin_ops(c, ops);
     c->state = ncclInProgress;
     return started(c);

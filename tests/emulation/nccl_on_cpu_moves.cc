@@ -109,6 +109,7 @@ static ncclResult_t finish(ncclComm_t c, Op *op) {
 }
 
 ncclResult_t push_ops(ncclComm_t c) {
+    StreamWork runs;
     bool moved = push_rings(c);
     for (Op &op : c->ops) {
         ncclResult_t same = compare(c, op);

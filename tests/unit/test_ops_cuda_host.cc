@@ -20,6 +20,8 @@ extern size_t cuda_on_cpu_shared_most __attribute__((weak));
 extern int cuda_on_cpu_capability __attribute__((weak));
 // Its work in queues, in an order drawn from the seed.
 void cuda_on_cpu_streams(uint64_t seed) __attribute__((weak));
+// Its calls that may wait for the device.
+extern "C" int64_t cuda_on_cpu_waits(void) __attribute__((weak));
 // Bytes of device memory that are allocated.
 size_t memory_in_use(void) __attribute__((weak));
 
@@ -244,9 +246,11 @@ static void upload(size_t bytes) {
 // On the emulator the stream has always read a piece before the next one, unless its work is queued.
 static void uploads_wait_for_nobody(void **) {
     if (cuda_on_cpu_streams) cuda_on_cpu_streams(0);
+    upload(1);  // the first one starts the device
     for (size_t bytes : {(size_t)1, (size_t)4099, (size_t)(1 << 20), (size_t)(9 << 20) + 5}) {
-        const int64_t before = cuda_backend_waits();
+        const int64_t before = cuda_backend_waits(), others = cuda_on_cpu_waits ? cuda_on_cpu_waits() : 0;
         upload(bytes);
+        if (cuda_on_cpu_waits) assert_int_equal(cuda_on_cpu_waits(), others);
         const bool is_large = bytes > (size_t)1 << 20;  // the copy back waits before and behind
         if (cuda_on_cpu_order) assert_int_equal(cuda_backend_waits(), before + 1 + is_large);
     }
