@@ -5,7 +5,6 @@
 // flows through it from left to right: shards of outputs are vertical stripes, shards of inputs horizontal.
 // This file has no main: tensor_parallel.c calls it.
 #include <math.h>
-#include <stdlib.h>
 
 #include "report/svg.h"
 #include "tensor/clock.h"
@@ -26,28 +25,19 @@ typedef struct Part {
 
 // The part of each rank in each matrix of the first block; every rank gets all of them.
 static void gather_parts(const Model *m, Part part[MOST_RANKS][MATRICES]) {
-    Group tp = m->mesh.tp;
-    enum { NUMBERS = 6 * MATRICES };
-    double *numbers = host_alloc(sizeof(double) * (size_t)(tp.size * NUMBERS)), *own = numbers;
-    for (int i = 0; i < tp.size * NUMBERS; i++) numbers[i] = 0;
-    own += tp.rank * NUMBERS;
+    Part own[MATRICES];
     for (int i = 0; i < MATRICES; i++) {
         const Param *found = NULL;
         for (int j = m->params.count - 1; j >= 0; j--)
             if (m->params.param[j].role == matrix[i].role) found = &m->params.param[j];
         for (int dim = 0; dim < 2; dim++) {
-            own[6 * i + dim] = (double)found->first[dim];
-            own[6 * i + 2 + dim] = (double)found->shape[dim];
-            own[6 * i + 4 + dim] = (double)found->full[dim];
+            own[i].first[dim] = (double)found->first[dim];
+            own[i].shape[dim] = (double)found->shape[dim];
+            own[i].full[dim] = (double)found->full[dim];
         }
     }
-    comm_sum_all(numbers, tp.size * NUMBERS, tp);
-    for (int rank = 0; rank < tp.size; rank++)
-        for (int i = 0; i < MATRICES; i++) {
-            const double *row = &numbers[rank * NUMBERS + 6 * i];
-            part[rank][i] = (Part){{row[0], row[1]}, {row[2], row[3]}, {row[4], row[5]}};
-        }
-    free(numbers);
+    const int numbers = MATRICES * (int)(sizeof(Part) / sizeof(double));
+    comm_values_of_all((const double *)own, numbers, (double *)part, m->mesh.tp);
 }
 
 // ---- drawing ----

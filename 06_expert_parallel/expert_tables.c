@@ -42,11 +42,10 @@ static void check_peak(const Trainer *t, const Config *config, Mesh mesh, Techni
 // ---- who computed whose rows ----
 
 // Prints who computed whose rows, in the group of rank 0, and how far the busiest rank is above the mean.
-static void print_rows(const ExpertParallel *x, Mesh mesh) {
+static void print_rows(const ExpertParallel *x) {
     int n = x->ep.size;
     double *rows = host_alloc(n * n * sizeof *rows), most = 0, all = 0;
-    for (int i = 0; i < n * n; i++) rows[i] = mesh.world.rank < n && i / n == x->ep.rank ? x->to[i % n] : 0;
-    comm_sum_all(rows, n * n, mesh.world);
+    comm_values_of_all(x->to, n, rows, x->ep);
     for (int from = -1; from < n; from++) {  // first the heads of the columns
         char *line =
             from < 0 ? format_text("  experts of rank ") : format_text("  tokens of rank %d", from);
@@ -89,7 +88,7 @@ static Record trained(const Config *config, Mesh mesh, Techniques techniques, bo
     if (mesh.world.size > 1) check_peak(t, config, mesh, techniques, &record);
     report_quiet(quiet);
     const ExpertParallel *x = trainer_context(t, &expert_parallel);
-    if (x) print_rows(x, mesh);
+    if (x) print_rows(x);
     trainer_free(t);
     return record;
 }

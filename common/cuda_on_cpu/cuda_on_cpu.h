@@ -328,8 +328,9 @@ void cuda_on_cpu_order(uint64_t seed);
 // events and waits of the host allow; 0: it is done in the call. The environment's CUDA_ON_CPU_STREAMS sets
 // it from outside.
 void cuda_on_cpu_streams(uint64_t seed);
-// How many calls so far wait for the device, or may do so on a GPU: cuda...Synchronize, cudaMemcpy, and what
-// allocates or frees outside a stream. (A query does not wait.)
+// How many waits for the device, so far, are in calls of the host, or may be on a GPU: cuda...Synchronize,
+// cudaMemcpy, copies to host memory that is not pinned, and what allocates or frees outside a stream. (A
+// query does not wait.)
 extern "C" int64_t cuda_on_cpu_waits(void);
 
 // ---- counting ----

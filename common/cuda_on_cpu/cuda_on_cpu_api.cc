@@ -278,8 +278,9 @@ static void run_copy(const Copy &c) {
 // the copy. Pinned memory is accessed when the stream has come to the copy.
 static cudaError_t copy_in_stream(Copy c, cudaStream_t stream) {
     NEED_DEVICE();
-    if (!streams_defer()) return run_copy(c), cudaSuccess;
     const bool reads_pinned = c.from_pinned(), writes_pinned = c.to_pinned();
+    if (!c.to_device() && !writes_pinned) cuda_count_wait();
+    if (!streams_defer()) return run_copy(c), cudaSuccess;
     if (!c.from_device() && !reads_pinned) {
         check_side(c.call, "target", c.to, c.span(c.to_pitch), c.to_device(), c.site);
         check_side(c.call, "source", c.from, c.span(c.from_pitch), false, c.site);
