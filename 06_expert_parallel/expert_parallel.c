@@ -26,22 +26,16 @@
 
 // ---- the technique: counts first ----
 
-static Request *exchange_counts(const ExpertParallel *x, Tensor theirs, const MoeKept *kept) {
-    int64_t e = tensor_count(theirs);
-    int32_t *own = host_alloc(e * sizeof *own);
-    for (int64_t i = 0; i < e; i++) own[i] = (int32_t)kept->own[i];
-    Tensor counts = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
-    tensor_from_host(counts, own);
-    free(own);
-    Request *request = comm_all_to_all(theirs, NULL, counts, NULL, x->ep);
-    tensor_free(&counts);
-    return request;
-}
-
 // Another micro-batch may run before the wait (overlapped_experts.c).
 static void wait_meanwhile(const Moe *moe, Request *request, Moment moment) {
     moe_at(moe, moment);
     comm_wait(request);
+}
+
+void expert_counts(void *context, MoeKept *kept, Tensor own, Tensor theirs) {
+    (void)kept;
+    const ExpertParallel *x = context;
+    wait_meanwhile(x->moe, comm_all_to_all(theirs, NULL, own, NULL, x->ep), WAITS_TO_SEND);
 }
 
 static void add_to_table(ExpertParallel *x, const RowExchange *exchange, int64_t e) {
@@ -55,21 +49,17 @@ static void add_to_table(ExpertParallel *x, const RowExchange *exchange, int64_t
 }
 
 // Sets count and m from the rows that all ranks of ep have for this rank's experts.
-void expert_counts(ExpertParallel *x, MoeKept *kept) {
+void expert_exchange(ExpertParallel *x, MoeKept *kept) {
     int64_t e = x->moe->model->config.experts, here = x->moe->here;
-    Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
-    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept), WAITS_TO_SEND);
     RowExchange *exchange = host_alloc(sizeof *exchange);
-    *exchange = (RowExchange){kept->own, host_alloc(e * sizeof(int64_t))};
-    moe_read_counts(x->moe, kept->training, exchange->received, theirs, 0);
+    *exchange = (RowExchange){kept->own, kept->own + e + 1};
     for (int64_t i = 0; i < e && device_is_dry_run() && !x->moe->ledger.replay; i++)  // all send the same
         exchange->received[i] = exchange->sent[x->moe->first + i % here];
-    tensor_free(&theirs);
     kept->exchange = exchange;
     kept->count = host_alloc(here * sizeof *kept->count);
     for (int64_t i = 0; i < here; i++) kept->count[i] = 0;
     for (int64_t i = 0; i < e; i++) kept->count[i % here] += exchange->received[i];
-    for (int64_t i = 0; i < here; i++) kept->m += kept->count[i];
+    kept->m = sum_of_counts(kept->count, here);
     if (kept->training) add_to_table(x, exchange, e);
 }
 
@@ -78,7 +68,6 @@ static void drop(void *context, MoeKept *kept) {
     RowExchange *exchange = kept->exchange;
     if (!exchange) return;
     free(kept->count);
-    free(exchange->received);
     free(exchange);
 }
 
@@ -141,7 +130,7 @@ Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor
 }
 
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
-    expert_counts(context, kept);
+    expert_exchange(context, kept);
     Tensor own = pairs_gather(&kept->pairs, x), rows = dispatch_rows(context, kept->exchange, own);
     tensor_free(&own);
     return rows;
@@ -190,7 +179,14 @@ static void *plug(Model *model) {
     for (int i = 0; i < x->ep.size; i++) x->to[i] = 0;
     moe->here = model->config.experts / x->ep.size;
     moe->first = x->ep.rank * moe->here;
-    moe->dispatch = (Dispatch){x, to_experts, combine, combine_backward, to_experts_backward, drop};
+    moe->dispatch = (Dispatch){.context = x,
+                               .more_counts = model->config.experts,
+                               .count = expert_counts,
+                               .to_experts = to_experts,
+                               .combine = combine,
+                               .combine_backward = combine_backward,
+                               .to_experts_backward = to_experts_backward,
+                               .drop = drop};
     return x;
 }
 

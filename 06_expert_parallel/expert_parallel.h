@@ -18,7 +18,7 @@ extern const Technique moe;
 // all others, and are not computed.
 typedef struct PairRows {
     Tensor tokens, place;  // (n k) i32: of each row, freed after its last use; (n, k) i32: of each pair
-    int64_t real;          // rows that are computed
+    int64_t real;          // rows that are computed, once the host has read the counts
 } PairRows;
 
 // What one block keeps of a micro-batch for backward, in MlpKept.more; MlpKept's own tensors belong to the
@@ -32,7 +32,8 @@ typedef struct MoeKept {
     Tensor out;              // (real, h) what experts have made of the rows that are summed here
     // What B leaves to W.
     Tensor dlogits, dgate, dup, dout;  // (n, e), (m, f) twice, (m, h)
-    int64_t *own;                      // (e) rows of this rank's tokens, by expert
+    int64_t *own;                      // (e, and more) rows of this rank's tokens, by expert; what the
+                                       // dispatch has read with them
     int64_t *count;                    // (experts here) rows of each
     int64_t m, s;                      // s: tokens of a sequence
     int64_t held, held_by_dispatch;    // bytes of it that the data decides; those of `exchange` among them
@@ -49,6 +50,10 @@ typedef struct Moe Moe;
 // are returned.
 typedef struct Dispatch {
     void *context;
+    // Sets `more` (more_counts) from own (e), the rows of this rank's tokens by expert, all still on the
+    // device: the host, which must know them all, then reads them at once, and so waits only once.
+    int64_t more_counts;
+    void (*count)(void *context, MoeKept *kept, Tensor own, Tensor more);
     // x (n, h) -> (m, h) in the order of the experts here; sets kept->count and kept->m.
     Tensor (*to_experts)(void *context, MoeKept *kept, Tensor x);
     // What they have made, (m, h) -> y (n, h)
@@ -131,13 +136,16 @@ void routing_count(const Model *model, const Routing *routed);
 
 // ---- token_rows.c: pairs of tokens and experts, and their rows ----
 
-// Counts of rows on the host, from the device; in a dry run whose ledger has none, `rows` of them evenly.
-void moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts, int64_t rows);
-// The pairs of chosen (n, k), whose numbers are 0 … numbers - 1, or `numbers` for none. count (numbers) is
-// set; a dry run has `real` rows, evenly.
-PairRows pair_rows_new(Moe *moe, bool training, int64_t *count, Tensor chosen, int64_t numbers,
-                       int64_t real);
+// The pairs of chosen (n, k), whose numbers are 0 … numbers - 1, or `numbers` for none. counts (numbers + 1)
+// is set on the device: the rows of each number, and of none.
+PairRows pair_rows_new(Tensor counts, Tensor chosen);
 void pair_rows_free(PairRows *pairs);
+// The host waits for the device, and reads counts into count. In a dry run they come from the ledger; false
+// if it has none, and count is not set.
+bool moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts);
+// Then a dry run spreads `rows` evenly.
+void even_counts(int64_t *count, int64_t numbers, int64_t rows);
+int64_t sum_of_counts(const int64_t *count, int64_t numbers);
 // kept->own and kept->pairs from kept->chosen.
 void moe_order(Moe *moe, MoeKept *kept);
 // New: (real, h), the rows of x (n, h); and its gradient from theirs.
@@ -170,8 +178,11 @@ typedef struct RowExchange {
     int64_t *received;    // (ep, e / ep) from each rank, for each expert here
 } RowExchange;
 
-// Sets kept->exchange, count and m: ranks tell each other how many rows they will send.
-void expert_counts(ExpertParallel *x, MoeKept *kept);
+// Dispatch.count: ranks tell each other how many rows they will send. theirs (e): from each rank, for each
+// expert here.
+void expert_counts(void *context, MoeKept *kept, Tensor own, Tensor theirs);
+// Sets kept->exchange, count and m when the host has read them.
+void expert_exchange(ExpertParallel *x, MoeKept *kept);
 // Dispatch: new, the rows that arrive, sorted by this rank's experts, in exchange for its own rows (sorted
 // by all experts); combine: the way back. wait: whether the pass then computes or sends again.
 Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own);

@@ -43,6 +43,9 @@ static Tensor gather_backward(void *context, MoeKept *kept, Tensor drows) {
     (void)context;
     return pairs_gather_backward(&kept->pairs, drows);
 }
+static void nothing_counted(void *context, MoeKept *kept, Tensor own, Tensor more) {
+    (void)context, (void)kept, (void)own, (void)more;
+}
 static void nothing_exchanged(void *context, MoeKept *kept) { (void)context, (void)kept; }
 static void nothing_meanwhile(void *context, Moment moment) { (void)context, (void)moment; }
 void moe_at(const Moe *moe, Moment moment) { moe->at(moe->at_context, moment); }
@@ -252,7 +255,8 @@ static void *plug(Model *model) {
                  .rule = moe_rule(&model->config),
                  .capacity = config_number(&model->config, "capacity"),
                  .here = model->config.experts,
-                 .dispatch = {NULL, gather, combine, combine_backward, gather_backward, nothing_exchanged},
+                 .dispatch = {NULL, 0, nothing_counted, gather, combine, combine_backward, gather_backward,
+                              nothing_exchanged},
                  .balance = {NULL, no_bias, no_balance},
                  .at = nothing_meanwhile};
     model->sockets.mlp.context = moe;

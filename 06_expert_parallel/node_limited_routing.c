@@ -30,7 +30,7 @@
 typedef struct Hops {
     RowExchange *plain;  // which counts the rows for the experts here
     PairRows nodes;      // this rank's tokens and their nodes
-    int64_t *to, *from;  // (N) tokens that go to each node, and come from it
+    int64_t *to, *from;  // (N), in kept->own: tokens that go to each node, and come from it
     PairRows experts;    // the tokens that have come and their experts in this node
     Tensor weights;      // (tokens that have come, k)
     RowExchange inside;
@@ -75,36 +75,45 @@ int64_t node_limit(const Config *c, int64_t nodes) {
     return most < nodes ? most : nodes;
 }
 
-// In a dry run, a token goes to as many nodes as it may.
-static void choose_nodes(const NodeLimited *l, MoeKept *kept, Hops *hops) {
+static PairRows choose_nodes(const NodeLimited *l, const MoeKept *kept, Tensor counts) {
     const Config *c = &l->plain->moe->model->config;
-    int64_t n = tensor_rows(kept->chosen), nodes = l->across.size, most = node_limit(c, nodes);
-    Tensor numbers = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n, most));
+    int64_t n = tensor_rows(kept->chosen), nodes = l->across.size;
+    Tensor numbers = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n, node_limit(c, nodes)));
     op_route_nodes(numbers, kept->chosen, c->experts / nodes, nodes);
-    hops->to = host_alloc(nodes * sizeof *hops->to);
-    hops->nodes = pair_rows_new(l->plain->moe, kept->training, hops->to, numbers, nodes, n * most);
+    PairRows rows = pair_rows_new(counts, numbers);
     tensor_free(&numbers);
+    return rows;
 }
 
-// Exchanges the counts of tokens across, and at the same time the counts of rows among all ranks of ep.
-static void count(NodeLimited *l, MoeKept *kept, Hops *hops) {
-    Moe *moe = l->plain->moe;
-    int nodes = l->across.size;
-    int32_t own[nodes];
-    for (int i = 0; i < nodes; i++) own[i] = (int32_t)hops->to[i];
-    Tensor ours = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(nodes)),
-           theirs = tensor_like(MEMORY_COMMUNICATION, ours);
-    tensor_from_host(ours, own);
-    Request *request = comm_all_to_all(theirs, NULL, ours, NULL, l->across);
-    expert_counts(l->plain, kept);
-    hops->plain = kept->exchange;
+// Exchanges the counts of rows among all ranks of ep, and at the same time the counts of tokens across.
+// more: theirs of rows (e); tokens to each node, and to none (N + 1); tokens from each (N).
+static void count(void *context, MoeKept *kept, Tensor own, Tensor more) {
+    const NodeLimited *l = context;
+    int64_t e = tensor_count(own), nodes = l->across.size;
+    Hops *hops = calloc(1, sizeof *hops);
+    CHECK(hops, "out of host memory for a block's experts");
+    kept->exchange = hops;
+    hops->nodes = choose_nodes(l, kept, tensor_view(more, e, SHAPE(nodes + 1)));
+    Request *request = comm_all_to_all(tensor_view(more, e + nodes + 1, SHAPE(nodes)), NULL,
+                                       tensor_view(more, e, SHAPE(nodes)), NULL, l->across);
+    expert_counts(l->plain, kept, own, tensor_view(more, 0, SHAPE(e)));
     comm_wait(request);
-    hops->from = host_alloc(nodes * sizeof *hops->from);
-    moe_read_counts(moe, kept->training, hops->from, theirs, 0);
-    for (int i = 0; i < nodes && device_is_dry_run() && !moe->ledger.replay; i++)  // all send the same
-        hops->from[i] = hops->to[l->across.rank];
-    tensor_free(&ours);
-    tensor_free(&theirs);
+}
+
+// When the host has read them. In a dry run, a token goes to as many nodes as it may.
+static void read_hops(NodeLimited *l, MoeKept *kept, Hops *hops) {
+    const Moe *moe = l->plain->moe;
+    int64_t nodes = l->across.size;
+    hops->to = kept->own + 2 * moe->model->config.experts + 1;
+    hops->from = hops->to + nodes + 1;
+    if (device_is_dry_run() && !moe->ledger.replay) {
+        even_counts(hops->to, nodes, tensor_count(hops->nodes.place));
+        for (int i = 0; i < nodes; i++) hops->from[i] = hops->to[l->across.rank];  // all send the same
+    }
+    hops->nodes.real = sum_of_counts(hops->to, nodes);
+    expert_exchange(l->plain, kept);
+    hops->plain = kept->exchange;
+    kept->exchange = hops;
 }
 
 // Sends tokens, their experts and weights: all that the receiver needs to forward them and to sum their
@@ -141,12 +150,16 @@ static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tens
     Moe *moe = l->plain->moe;
     int64_t ranks = l->inside.ep.size, nodes = l->across.size, each = ranks * moe->here;
     int64_t evenly = tensor_count(chosen) / tensor_columns(hops->nodes.place);
-    Tensor numbers = tensor_like(MEMORY_ACTIVATION, chosen);
+    Tensor numbers = tensor_like(MEMORY_ACTIVATION, chosen),
+           counts = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(each + 1));
     op_route_within(numbers, chosen, l->across.rank * each, each);
-    int64_t *sent = host_alloc(each * sizeof *sent);
-    hops->inside.sent = sent;
-    hops->experts = pair_rows_new(moe, kept->training, sent, numbers, each, evenly);
+    hops->experts = pair_rows_new(counts, numbers);
     tensor_free(&numbers);
+    int64_t *sent = host_alloc((each + 1) * sizeof *sent);
+    if (!moe_read_counts(moe, kept->training, sent, counts)) even_counts(sent, each, evenly);
+    tensor_free(&counts);
+    hops->experts.real = sum_of_counts(sent, each);
+    hops->inside.sent = sent;
     hops->inside.received = host_alloc(each * sizeof *hops->inside.received);
     for (int64_t i = 0; i < each; i++) {
         hops->inside.received[i] = 0;
@@ -175,11 +188,8 @@ static void add_to_table(NodeLimited *l, const MoeKept *kept, const Hops *hops) 
 
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     NodeLimited *l = context;
-    Hops *hops = calloc(1, sizeof *hops);
-    CHECK(hops, "out of host memory for a block's experts");
-    choose_nodes(l, kept, hops);
-    count(l, kept, hops);
-    kept->exchange = hops;
+    Hops *hops = kept->exchange;
+    read_hops(l, kept, hops);
     Tensor chosen, come = dispatch_tokens(l, kept, hops, x, &chosen);
     choose_experts(l, kept, hops, chosen);
     tensor_free(&chosen);
@@ -251,8 +261,6 @@ static void drop(void *context, MoeKept *kept) {
     pair_rows_free(&hops->nodes);
     pair_rows_free(&hops->experts);
     tensor_free(&hops->weights);
-    free(hops->to);
-    free(hops->from);
     free((void *)hops->inside.sent);
     free(hops->inside.received);
     free(hops);
@@ -276,7 +284,14 @@ static void *plug(Model *m) {
     l->inside = (ExpertParallel){.moe = moe, .ep = mesh_inside(m->mesh.ep, ranks, "ep inside", LINE_EP)};
     l->across = mesh_across(m->mesh.ep, ranks, "ep across", LINE_EP_ACROSS);
     l->dispatch = moe->dispatch;
-    moe->dispatch = (Dispatch){l, to_experts, combine, combine_backward, to_experts_backward, drop};
+    moe->dispatch = (Dispatch){.context = l,
+                               .more_counts = m->config.experts + 2 * l->across.size + 1,
+                               .count = count,
+                               .to_experts = to_experts,
+                               .combine = combine,
+                               .combine_backward = combine_backward,
+                               .to_experts_backward = to_experts_backward,
+                               .drop = drop};
     return l;
 }
 

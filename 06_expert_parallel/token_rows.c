@@ -37,32 +37,33 @@ static void to_ledger(Ledger *ledger, const int64_t *count, int64_t numbers) {
     for (int64_t i = 0; i < numbers; i++) ledger->number[ledger->count++] = count[i];
 }
 
-void moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts, int64_t rows) {
+bool moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts) {
     int64_t numbers = tensor_count(counts);
-    if (device_is_dry_run()) {
-        if (from_ledger(&moe->ledger, count, numbers)) return;
-        for (int64_t i = 0; i < numbers; i++) count[i] = rows / numbers + (i < rows % numbers);
-        return;
-    }
+    if (device_is_dry_run()) return from_ledger(&moe->ledger, count, numbers);
     int32_t *host = host_alloc(numbers * sizeof *host);
     tensor_to_host(host, counts);
     for (int64_t i = 0; i < numbers; i++) count[i] = host[i];
     free(host);
     if (training) to_ledger(&moe->ledger, count, numbers);
+    return true;
+}
+
+void even_counts(int64_t *count, int64_t numbers, int64_t rows) {
+    for (int64_t i = 0; i < numbers; i++) count[i] = rows / numbers + (i < rows % numbers);
+}
+
+int64_t sum_of_counts(const int64_t *count, int64_t numbers) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < numbers; i++) sum += count[i];
+    return sum;
 }
 
 // ---- pairs ----
 
-PairRows pair_rows_new(Moe *moe, bool training, int64_t *count, Tensor chosen, int64_t numbers,
-                       int64_t real) {
-    int64_t pairs = tensor_count(chosen);
-    PairRows rows = {.tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(pairs)),
+PairRows pair_rows_new(Tensor counts, Tensor chosen) {
+    PairRows rows = {.tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(tensor_count(chosen))),
                      .place = tensor_like(MEMORY_ACTIVATION, chosen)};
-    Tensor counts = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(numbers + 1));
     op_route_order(rows.tokens, rows.place, counts, chosen);
-    moe_read_counts(moe, training, count, tensor_view(counts, 0, SHAPE(numbers)), real);
-    tensor_free(&counts);
-    for (int64_t i = 0; i < numbers; i++) rows.real += count[i];
     return rows;
 }
 
@@ -80,18 +81,25 @@ static int64_t room_of(const Config *c, int64_t s) {
 
 void moe_order(Moe *moe, MoeKept *kept) {
     const Config *c = &moe->model->config;
+    const Dispatch *dispatch = &moe->dispatch;
     Tensor chosen = tensor_share(kept->chosen);
-    int64_t rows = tensor_count(chosen);
+    int64_t rows = tensor_count(chosen), e = c->experts, numbers = e + 1 + dispatch->more_counts;
     if (moe->capacity > 0) {
-        int64_t room = room_of(c, kept->s), all = tensor_rows(chosen) / kept->s * c->experts * room;
+        int64_t room = room_of(c, kept->s), all = tensor_rows(chosen) / kept->s * e * room;
         tensor_free(&chosen);
         chosen = tensor_like(MEMORY_ACTIVATION, kept->chosen);
-        op_route_capacity(chosen, kept->chosen, kept->s, c->experts, room);
+        op_route_capacity(chosen, kept->chosen, kept->s, e, room);
         rows = all < rows ? all : rows;
     }
-    kept->own = host_alloc(c->experts * sizeof *kept->own);
-    kept->pairs = pair_rows_new(moe, kept->training, kept->own, chosen, c->experts, rows);
+    Tensor counts = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(numbers));
+    kept->pairs = pair_rows_new(tensor_view(counts, 0, SHAPE(e + 1)), chosen);
     tensor_free(&chosen);
+    dispatch->count(dispatch->context, kept, tensor_view(counts, 0, SHAPE(e)),
+                    tensor_view(counts, e + 1, SHAPE(dispatch->more_counts)));
+    kept->own = host_alloc(numbers * sizeof *kept->own);
+    if (!moe_read_counts(moe, kept->training, kept->own, counts)) even_counts(kept->own, e, rows);
+    tensor_free(&counts);
+    kept->pairs.real = sum_of_counts(kept->own, e);
 }
 
 // ---- tokens to rows, and back ----

@@ -81,14 +81,15 @@ static void a_step_waits_once(void) {
     expect_waits("--dp 2 --tp 2 --fp8 te-delayed", 2, 0);
 }
 
-// Rows by expert of its own tokens, then of those of all ranks of --ep; when a layer is recomputed, again.
+// The rows by expert of its own tokens and those of all ranks of --ep are read at once; when a layer is
+// recomputed, again.
 static void a_mixture_waits_in_each_layer(void) {
-    expect_waits("--dp 3 --ep 3 --experts 3", 1, 2);
-    expect_waits("--dp 4 --experts 4", 1, 2);
-    expect_waits("--dp 4 --ep 4 --experts 4", 1, 2);
-    expect_waits("--dp 2 --tp 2 --sp --ep 2 --experts 4", 1, 2);
-    expect_waits("--pp 2 --dp 2 --ep 2 --experts 4", 1, 2);
-    expect_waits("--dp 4 --ep 2 --experts 4 --recompute full", 1, 4);
+    expect_waits("--dp 3 --ep 3 --experts 3", 1, 1);
+    expect_waits("--dp 4 --experts 4", 1, 1);
+    expect_waits("--dp 4 --ep 4 --experts 4", 1, 1);
+    expect_waits("--dp 2 --tp 2 --sp --ep 2 --experts 4", 1, 1);
+    expect_waits("--pp 2 --dp 2 --ep 2 --experts 4", 1, 1);
+    expect_waits("--dp 4 --ep 2 --experts 4 --recompute full", 1, 2);
 }
 
 static const RankTest tests[] = {
