@@ -136,8 +136,8 @@ void routing_count(const Model *model, const Routing *routed);
 
 // ---- token_rows.c: pairs of tokens and experts, and their rows ----
 
-// The pairs of chosen (n, k), whose numbers are 0 … numbers - 1, or `numbers` for none. counts (numbers + 1)
-// is set on the device: the rows of each number, and of none.
+// The pairs of chosen (n, k), whose numbers are 0 … numbers - 1, or `numbers` for none. counts
+// (numbers + 1) is set on the device: the rows of each number, and of none.
 PairRows pair_rows_new(Tensor counts, Tensor chosen);
 void pair_rows_free(PairRows *pairs);
 // The host waits for the device, and reads counts into count. In a dry run they come from the ledger; false
