@@ -106,8 +106,9 @@ static void linear_forward(void *context, Model *m, int count, Param *const *wei
 static void linear_backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
                                   const Tensor *dy, void **kept) {
     (void)context, (void)kept;
-    for (int i = 0; i < count; i++)
-        op_matmul(dx, dy[i], param_value(&m->params, weight[i]), false, false, i > 0);
+    Tensor w[count];
+    for (int i = 0; i < count; i++) w[i] = param_value(&m->params, weight[i]);
+    op_matmul_sum(dx, dy, w, count, false, false, 0);
 }
 static void linear_backward_weight(void *context, Model *m, int count, Param *const *weight,
                                    const Tensor *dy, Tensor x, void **kept) {

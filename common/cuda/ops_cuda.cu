@@ -423,6 +423,13 @@ void kernel_matmul(DType dtype, DType c_dtype, void *c, const void *a, const voi
     gemm(&g);
 }
 
+void kernel_matmul_sum(DType dtype, DType c_dtype, int count, const KernelProduct *products,
+                       bool transpose_a, bool transpose_b, double beta) {
+    for (const KernelProduct *p = products; p < products + count; p++)
+        kernel_matmul(dtype, c_dtype, p->c, p->a, p->b, p->m, p->n, p->k, transpose_a, transpose_b,
+                      p == products ? beta : 1);
+}
+
 void kernel_matmuls(DType dtype, DType c_dtype, int count, const KernelProduct *products, bool transpose_a,
                     bool transpose_b, double beta) {
     for (const KernelProduct *p = products; p < products + count; p++)

@@ -31,12 +31,15 @@ void kernel_squares_of_ranges(DType dtype, double *y, const void *x, const FlatR
 void kernel_matmul(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
                    int64_t k, bool transpose_a, bool transpose_b, double beta);
 
-// Several products with the same k that share a, or share b.
 typedef struct KernelProduct {
     void *c;
     const void *a, *b;
     int64_t m, n, k;
 } KernelProduct;
+// The sum of products that have the same c, m and n.
+void kernel_matmul_sum(DType dtype, DType c_dtype, int count, const KernelProduct *products,
+                       bool transpose_a, bool transpose_b, double beta);
+// Several products with the same k that share a, or share b.
 void kernel_matmuls(DType dtype, DType c_dtype, int count, const KernelProduct *products, bool transpose_a,
                     bool transpose_b, double beta);
 

@@ -280,6 +280,45 @@ static void products_that_share_an_operand_are_the_same(void **state) {
             }
 }
 
+// c is what products give one after the other, each added to it. On a CPU 16 bits are rounded once, as the
+// sum is in f32. One product has no terms, and one has more than are packed at once.
+static void a_sum_of_products_is_rounded_once(void **state) {
+    (void)state;
+    enum { MOST = 4 };
+    static const struct {
+        int count;
+        int64_t m, n, k[MOST];
+    } shapes[] = {{1, 3, 5, {7}},        {3, 37, 70, {801, 17, 31}}, {2, 13, 65, {0, 9}},
+                  {3, 14, 3, {9, 5, 0}}, {2, 17, 31, {0, 0}},        {4, 1, 129, {1, 2, 33, 4}},
+                  {2, 0, 5, {3, 4}}};
+    for (int shape = 0; shape < 7; shape++)
+        for (int how = 0; how < 8; how++)
+            for (int type = 0; type < GRADIENT_DTYPES; type++) {
+                const DType dtype = gradient_dtypes[type][0], to = gradient_dtypes[type][1];
+                const DType wide = strstr(backend_text(), "thread") ? dtype_full(to) : to;
+                const bool transpose_a = how & 1, transpose_b = how & 2, add = how & 4;
+                const int64_t m = shapes[shape].m, n = shapes[shape].n;
+                Array a[MOST], b[MOST], got = add ? random_array(to, m, n, 3) : poisoned(to, m, n);
+                Array sum = array_new(wide, m, n, 0), want = array_new(to, m, n, 0);
+                Tensor as[MOST], bs[MOST];
+                if (add) op_copy(sum.t, got.t);
+                for (int i = 0; i < shapes[shape].count; i++) {
+                    const int64_t k = shapes[shape].k[i];
+                    const uint64_t key = (uint64_t)(10 * i);
+                    a[i] = random_array(dtype, transpose_a ? k : m, transpose_a ? m : k, 1 + key);
+                    b[i] = random_array(dtype, transpose_b ? n : k, transpose_b ? k : n, 2 + key);
+                    as[i] = a[i].t, bs[i] = b[i].t;
+                    op_matmul(sum.t, as[i], bs[i], transpose_a, transpose_b, add || i > 0);
+                }
+                op_copy(want.t, sum.t);
+                op_matmul_sum(got.t, as, bs, shapes[shape].count, transpose_a, transpose_b, add);
+                array_read(&want), array_read(&got);
+                assert_exact("matmul_sum", &got, want.x);
+                for (int i = 0; i < shapes[shape].count; i++) FREE(&a[i], &b[i]);
+                FREE(&got, &sum, &want);
+            }
+}
+
 static void sums_of_whole_numbers_are_exact(void **state) {
     (void)state;
     // Products and sums of small integers are exact in f32: the only rounding is that for storage.
@@ -426,6 +465,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(matmul_matches_reference),
         cmocka_unit_test(products_that_share_an_operand_are_the_same),
         cmocka_unit_test(products_into_f32_are_those_of_widened_operands),
+        cmocka_unit_test(a_sum_of_products_is_rounded_once),
         cmocka_unit_test(sums_of_whole_numbers_are_exact),
         cmocka_unit_test(matmul_backward_matches_finite_differences),
         cmocka_unit_test(adamw_matches_reference),

@@ -197,6 +197,9 @@ static void run_matmuls(DType type, DType to, Outputs *outputs) {
           c = random_array(to, 521, 257, 3);
     op_matmul(c.t, a.t, b.t, true, false, 1);
     keep(outputs, "matmul", c.t);
+    Tensor as[] = {a.t, a.t}, bs[] = {b.t, b.t};
+    op_matmul_sum(c.t, as, bs, 2, true, false, 0);
+    keep(outputs, "matmul_sum", c.t);
     FREE(&a, &b, &c);
 }
 

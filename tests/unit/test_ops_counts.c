@@ -110,6 +110,9 @@ static void count_all(DType type, DType to, int64_t n, int64_t h, int64_t f, int
     assert_count("matmul", 2 * nh * (double)f, 2 * hf * g + (nf + nh) * e);
     op_matmuls((Tensor[]){gate, up}, &x, 1, (Tensor[]){matrix, matrix}, 2, false, true, 0);
     assert_counts("matmul", 2, 4 * nh * (double)f, 2 * (nf + nh + hf) * e);
+    op_matmul_sum(x, (Tensor[]){gate, up}, (Tensor[]){matrix, matrix}, 2, false, false, 0);
+    assert_counts("matmul", 2, 4 * nh * (double)f,
+                  (2 * (nf + nh + hf) + nh) * e);  // the second reads x, too
 
     op_embedding_forward(y, tokens, table);
     assert_count("embedding_forward", 0, 2 * nh * e + 4 * (double)n);

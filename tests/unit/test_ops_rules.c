@@ -167,6 +167,18 @@ static void products_of_two_dtypes(void) {
     op_matmuls(c, (Tensor[]){new_tensor(BF16, 3, 5)}, 1,
                (Tensor[]){new_tensor(BF16, 5, 4), new_tensor(BF16, 5, 4)}, 2, false, false, 1);
 }
+static void sum_of_no_products(void) {
+    op_matmul_sum(new_tensor(F32, 3, 4), NULL, NULL, 0, false, false, 0);
+}
+static void sum_of_two_dtypes(void) {
+    Tensor a[] = {new_tensor(BF16, 3, 5), new_tensor(F32, 3, 5)};
+    Tensor b[] = {new_tensor(BF16, 5, 4), new_tensor(F32, 5, 4)};
+    op_matmul_sum(new_tensor(F32, 3, 4), a, b, 2, false, false, 1);
+}
+static void sum_over_a_later_operand(void) {
+    Tensor c = new_tensor(F32, 4, 4), other = new_tensor(F32, 4, 4);
+    op_matmul_sum(c, (Tensor[]){other, c}, (Tensor[]){other, other}, 2, false, false, 0);
+}
 static void dtypes_differ(void) {
     op_add(new_tensor(F32, 3, 4), new_tensor(F32, 3, 4), new_tensor(BF16, 3, 4));
 }
@@ -287,6 +299,11 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(product_is_narrower, "matmul: c is (3, 4) bf16 where (3, 4) f32 fits the others");
     assert_refused(products_of_two_dtypes,
                    "matmuls: c is (3, 4) bf16 beside (3, 4) f32; those of one call have one dtype");
+    assert_refused(sum_of_no_products, "matmul_sum: c would be the sum of 0 products");
+    assert_refused(sum_of_two_dtypes,
+                   "matmul_sum: a is (3, 5) f32 beside (3, 5) bf16; those of one call have one dtype");
+    assert_refused(sum_over_a_later_operand,
+                   "matmul: c (4, 4) f32 would overwrite a (4, 4) f32, with which it shares memory");
     assert_refused(gradient_is_f64,
                    "embedding_backward: dweight is (7, 4) f64 where (7, 4) f32 fits the others");
     assert_refused(dtypes_differ, "add: b is (3, 4) bf16 where 12 elements of f32 fit the others");
