@@ -67,6 +67,23 @@ static void a_step_waits_once(void **state) {
     trainer_free(t);
 }
 
+// While a trace is on, an operation ends when the device has done it: its time is not that of the launch.
+static void a_traced_operation_waits_for_the_device(void **state) {
+    (void)state;
+    const Event *event;
+    int64_t operations = 0;
+    Trainer *t = trainer_of("dtype=bf16");
+    train_step(t, NULL);
+    const int64_t waits = backend_waits();
+    clock_trace_start();
+    train_step(t, NULL);
+    const int64_t events = clock_events(&event);
+    for (int64_t i = 0; i < events; i++) operations += event[i].kind == EVENT_OPERATION;
+    assert_true(operations > 50);
+    assert_true(backend_is_host() || backend_waits() - waits >= operations);
+    trainer_free(t);
+}
+
 // Neighbours in a unit that are stepped the same way are one range. Decay splits a block into norm | q k v
 // o | norm | gate up down, and the head into norm | head; without it a unit is one range.
 static void a_step_takes_few_operations(void **state) {
@@ -249,6 +266,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(narrow_state_is_stepped_weight_by_weight),
         cmocka_unit_test(a_weight_is_what_its_master_is_stored_as),
         cmocka_unit_test(a_step_faults_no_page),
+        cmocka_unit_test(a_traced_operation_waits_for_the_device),  // last, as a trace goes on
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
