@@ -1,7 +1,7 @@
 #!/bin/bash
 # backends.t: chapters do not depend on a back end; a build that lacks something it needs says so in one
 # sentence, with the remedy. TAP.
-# needs: build/corpus.txt build/main/tests/unit/test_in_flight.o
+# needs: build/corpus.txt build/main/tests/unit/test_in_flight.o build/00_single_gpu/train
 . "$(dirname "$0")/tap.sh"
 unset OPS COMM BUILD CUDA_HOME CUBLAS_HOME NCCL_HOME NVCC CC CXX
 
@@ -121,6 +121,64 @@ chmod +x "$work/bare"/*
 OUT=$work/gpu PATH=$work/bare:$PATH tests/gpu-check suite >"$out" 2>"$err"
 [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'lacks cblas.h: install' "$err" && [ ! -e "$work/gpu" ]
 report $? "gpu-check without OpenBLAS: $(head -n 1 "$err")"
+
+# gpu-check in a tree of programs that only print figures. A step of 0.2 s takes twice as long as at its mark;
+# with --attention flash, one of 0.07 s is faster than at its own.
+mkdir -p "$work"/tree/{tests,build/{tests,00_single_gpu}}
+cp tests/gpu-check "$work/tree/tests"
+cat >"$work/tree/build/tests/bench_ops" <<'END'
+#!/bin/sh
+echo 'bench copy-bf16 4000 GB/s'
+echo 'bench add-bf16 0.912 of-copy target 0.8 ok   (3648 GB/s)'
+echo 'bench scale-bf16 0.700 of-copy target 0.8 short   (2800 GB/s)'
+echo 'bench rope-bf16 0.650 of-copy target 0.8 short   (2600 GB/s)'
+END
+cat >"$work/tree/build/00_single_gpu/train" <<'END'
+#!/bin/bash
+seconds=0.2
+for word; do
+    case $last in --json) json=$word ;; --trace) trace=$word ;; esac
+    [ "$word" != flash ] || seconds=0.07
+    last=$word
+done
+[ -z "$json" ] || printf '%s\n' '"FLOPs per step": {' '"predicted": 34615000000000' '}' \
+    "\"step seconds\": [9, 9, 9, $seconds, $seconds, $seconds]" >"$json"
+[ -n "$trace" ] || exit 0
+event() { printf '{"ph":"%s","pid":%d,"tid":0,"ts":1%s},\n' $1 $pid "$2"; }
+begin() { event B ",\"name\":\"$1\""; }
+operation() { event X ",\"name\":\"$1\",\"dur\":$2000.5,\"args\":{\"flops\":$3,\"bytes\":1}"; }
+for pid in 0 1; do
+    begin "step 2"; operation matmul 900 2e9; event E
+    begin "step 3"
+    begin forward; operation matmul 45 1500000000; operation attention_forward 65 1e9; event E
+    event C ',"name":"memory","args":{"parameters":1}'
+    operation matmul 50 1.5e9; operation adamw 30 0; event E
+    operation rmsnorm_forward 900 0
+done >"$trace"
+END
+chmod +x "$work/tree/build"/*/*
+# rehearsed: what the part `bench` says to be missing, in $work/missing.
+rehearsed() {
+    REHEARSE=1 OUT=$work/gpu PYTHON=false run "$work/tree/tests/gpu-check" bench
+    sed -n '1,/^rehearsed/d; s/  */ /g; s/^bench figure 0 s missing, //p' "$out" >"$work/missing"
+}
+name="gpu-check names the operations that miss a mark, and how much of a step they take"
+if wanted "$name"; then
+    rehearsed
+    [ $status = 0 ] && diff "$work/missing" - >>"$out" <<'END'
+kernels rope-bf16 0.650, scale-bf16 0.700 of a copy
+train --attention stored attention_forward 20%, adamw 15%, matmul 10%, host 5% of a step
+END
+    report $? "$name"
+fi
+name="gpu-check reads the traces that train writes"
+if wanted "$name"; then
+    ln -sf "$PWD/build/00_single_gpu/train" "$work/tree/build/00_single_gpu/train"
+    rehearsed
+    [ $status = 0 ] && [ 3 = "$(grep -cE '^train .* [a-z_]+ [0-9]+%(, [a-z_]+ [0-9]+%)+ of a step$' \
+        "$work/missing")" ]
+    report $? "$name"
+fi
 
 # gcc on a processor with AVX10, as much as make asks of it: gcc 15, which warns about its own flag, or gcc
 # 14.
