@@ -48,13 +48,30 @@ static struct {
 
 // ---- NCCL's answers ----
 
+// NCCL takes its buffers from the driver when communicators are made, at the first call of each, and at the
+// first transfer between two ranks. By then the tensors may have taken the GPU's memory, and NCCL calls this
+// a CUDA error. It takes up to 512 MB at once (NCCL's issue 2363), of which part may have been available.
+constexpr size_t LITTLE_MEMORY = 1 << 30;
+
+static char *text_of_memory(void) {
+    size_t available, total;
+    if (cudaMemGetInfo(&available, &total) != cudaSuccess || available >= LITTLE_MEMORY)
+        return format_text("%s", "");
+    return format_text(
+        "; only %s of the GPU's %s are available, and NCCL needs some for its buffers: a smaller "
+        "--micro-batch leaves it more, and NCCL_BUFFSIZE=1048576 makes them smaller; held now: %s",
+        bytes_text((double)available), bytes_text((double)total), memory_text());
+}
+
 void check_nccl(ncclResult_t result, const char *call) {
     if (result == ncclSuccess) return;
     CHECK(result != ncclInProgress,
           "NCCL's communicators are not to be non-blocking: unset NCCL_COMM_BLOCKING");
     const char *more = ncclGetLastError(NULL);
-    fatal("NCCL failed in %.*s: %s%s%s; with NCCL_DEBUG=WARN it says more", (int)strcspn(call, "("), call,
-          ncclGetErrorString(result), more && *more ? ": " : "", more ? more : "");
+    const bool may_lack_memory = result == ncclUnhandledCudaError || result == ncclSystemError;
+    fatal("NCCL failed in %.*s: %s%s%s%s; with NCCL_DEBUG=WARN it says more", (int)strcspn(call, "("), call,
+          ncclGetErrorString(result), more && *more ? ": " : "", more ? more : "",
+          may_lack_memory ? text_of_memory() : "");
 }
 
 static const char *version_text(int version) {

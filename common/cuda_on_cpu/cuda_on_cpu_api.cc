@@ -68,8 +68,6 @@ bool cuda_is_lost(void) {
 
 // ---- the device ----
 
-static size_t capacity(void) { return (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE); }
-
 cudaError_t cudaGetDeviceCount(int *count) {
     NEED_DEVICE();
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -97,7 +95,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->regsPerBlock = 65536;
     p->l2CacheSize = 1 << 20;
     p->asyncEngineCount = 1, p->concurrentKernels = 1;
-    p->totalGlobalMem = capacity();
+    p->totalGlobalMem = memory_capacity();
     p->sharedMemPerBlock = 48 << 10, p->sharedMemPerBlockOptin = cuda_on_cpu_shared_most;
     p->sharedMemPerMultiprocessor = 228 << 10;
     return cudaSuccess;
@@ -142,7 +140,7 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
     NEED_DEVICE();
-    *total = capacity();
+    *total = memory_capacity();
     *available = *total - memory_in_use();
     return cudaSuccess;
 }

@@ -187,6 +187,7 @@ void memory_leave(bool last);
 void memory_start_block(const CudaLaunch *launch);
 // The stacks of the threads: accesses to them are not checked.
 void memory_set_stacks(void *stacks, size_t bytes);
+size_t memory_capacity(void);
 void *memory_allocate(size_t bytes);
 // False if it is not the start of a live allocation.
 bool memory_release(void *memory);

@@ -143,9 +143,15 @@ static void count_live(const Region *r, int more) {
     if (used_chunks <= last) used_chunks = last + 1;
 }
 
+size_t memory_capacity(void) {
+    const char *text = getenv("CUDA_ON_CPU_MEMORY");  // bytes, for testing how little memory is told
+    return text ? strtoull(text, NULL, 10)
+                : (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+}
+
 void *memory_allocate(size_t bytes) {
     if (!arena) make_arena();
-    size_t most = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    const size_t most = memory_capacity();
     if (bytes > most || in_use + bytes > most || bytes > arena_size / 2) return NULL;
     size_t units = (bytes + 2 * RED_ZONE + UNIT - 1) / UNIT, all = arena_size / UNIT, found = 0;
     // Starts where the last one ended, and goes round once.

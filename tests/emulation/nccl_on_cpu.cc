@@ -338,6 +338,15 @@ static void lose(ncclComm_t c) {
     if (text && sscanf(text, "%d:%d", &rank, &signal) == 2 && rank == c->rank) raise(signal);
 }
 
+// NCCL_ON_CPU_BUFFERS=BYTES, for tests with little memory: a communicator takes so much of it in its first
+// call.
+static ncclResult_t take_buffers(ncclComm_t c) {
+    const char *text = getenv("NCCL_ON_CPU_BUFFERS");
+    if (!text || c->buffers || cudaMalloc(&c->buffers, strtoull(text, NULL, 10)) == cudaSuccess)
+        return ncclSuccess;
+    return refuse(ncclUnhandledCudaError, "Failed to CUDA calloc %s bytes", text);
+}
+
 static void begin_ops(ncclComm_t c, const std::vector<Op> &ops) {
     StreamWork runs;
     c->ops = ops;
@@ -363,7 +372,8 @@ ncclResult_t ncclGroupEnd(void) {
     if (--depth > 0 || grouped.empty()) return ncclSuccess;
     ncclComm_t c = grouped_on;
     lose(c);
-    const ncclResult_t apart = check_arrays(c);
+    ncclResult_t apart = check_arrays(c);
+    if (apart == ncclSuccess) apart = take_buffers(c);
     if (apart != ncclSuccess) return grouped.clear(), apart;
     std::vector<Op> ops;
     connect(c, &ops);
@@ -471,6 +481,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
     if (c->state == ncclInProgress)
         return refuse(ncclInvalidArgument, "ncclCommDestroy of a communicator that is at work");
     munmap(c->shared, c->mapped);
+    if (c->buffers) cudaFree(c->buffers);
     delete c;
     return ncclSuccess;
 }

@@ -100,6 +100,7 @@ struct ncclComm {
     size_t mapped = 0;
     int rank = 0, ranks = 0;
     bool blocking = true, opened = false, aborted = false, finalized = false;
+    void *buffers = nullptr;  // on the device
     ncclResult_t state = ncclInProgress;
     std::vector<Op> ops;          // that run now
     int64_t queued = 0, run = 0;  // launches that streams hold or held, and those that are over

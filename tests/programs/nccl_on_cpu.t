@@ -27,6 +27,15 @@ if wanted "a slow start"; then
     NCCL_ON_CPU_SLOW=5 all_tests $nccl/tests/test_comm --ranks 2 --types 1 --timeout 2 'a_rank_may*'
     report $? "a slow start of NCCL is no rank that does not come: $(cat "$err")"
 fi
+# Tensors have left NCCL less than it needs for its buffers.
+if wanted "NCCL without memory"; then
+    CUDA_ON_CPU_MEMORY=80000000 NCCL_ON_CPU_BUFFERS=100000000 run $nccl/tests/test_comm --ranks 2 'a_sum*'
+    one_line $? -E 'calloc 100000000 bytes; only [0-9.]+ MB of the GPU.s 80.0 MB .*micro-batch.*held now: param'
+    report $? "NCCL without memory: $(cat "$err")"
+    NCCL_ON_CPU_BUFFERS=100000000000000 run $nccl/tests/test_comm --ranks 2 'a_sum*'
+    one_line $? -F 'calloc 100000000000000 bytes; with NCCL_DEBUG' && ! grep -q 'micro-batch' "$err"
+    report $? "NCCL with memory is not told to lack it: $(cat "$err")"
+fi
 if wanted stops; then
     run $nccl/tests/test_comm --scenario stops --timeout 1
     [ $status != 0 ] && [ $status != 124 ] && head -n 1 "$err" | grep -q 'the ranks have not left MPI in 21 s'
