@@ -20,7 +20,7 @@ CXX := g++
 endif
 ifneq ($(OPS),cpu)
 LINK := $(CXX)
-cuda_sources := common/cuda/device_cuda.cu common/cuda/gemm_cublaslt.cu \
+cuda_sources := common/cuda/device_cuda.cu common/cuda/gemm_choices.cu common/cuda/gemm_cublaslt.cu \
                 $(sort $(wildcard common/cuda/ops_cuda*.cu 07_kernels/book_*.cu))
 endif
 # The folder of the objects of *.cu: builds that differ otherwise may share it, since nvcc is slow. Under

@@ -4,7 +4,8 @@
 // small multiplies do. So its choice is cached for each kind of multiply: sizes, layout, dtypes, and the
 // alignment of the pointers, since a view may begin at any element. The choice depends only on these, and
 // so do the bits of the result. With ULTRASCALE_GEMM=timed (README.md) they do not: when a kind is first
-// multiplied, the heuristic's first few choices are timed, and the fastest is kept.
+// multiplied, the heuristic's first few choices are timed, and the fastest is kept; with several ranks, for a
+// later run (gemm_choices.h).
 //
 // BLAS libraries are column-major: they see a row-major matrix as its transpose. So they are asked for
 // c^T = b^T a^T, in which b comes first and nothing else changes: the rows of b as stored are the columns of
@@ -14,6 +15,7 @@
 #include <string.h>
 
 #include "gemm.h"
+#include "gemm_choices.h"
 #include "gpu.h"
 #include "hash.h"
 #include "tensor/device.h"
@@ -42,6 +44,8 @@ struct Kind {
     int alignment_first, alignment_second, alignment_c;
     int64_t m, n, k, first_ld, second_ld, c_ld, batch, first_step, second_step, c_step;
 };
+static_assert(sizeof(Kind) == KIND_BYTES && sizeof(cublasLtMatmulAlgo_t) == ALGORITHM_BYTES,
+              "files of choices have another layout");
 
 // … and what it does not depend on.
 struct Addresses {
@@ -64,7 +68,7 @@ static struct {
     size_t workspace_bytes;
     Plan *plans;
     size_t count;
-    bool timed;
+    bool timed, written;  // written: the fastest is for a later run, and this one multiplies by the first
 } state;
 
 static cudaDataType_t type_of(DType dtype) {
@@ -184,17 +188,40 @@ static cublasStatus_t multiply_by(const Plan *plan, const cublasLtMatmulAlgo_t *
                           static_cast<cudaStream_t>(device_stream()));
 }
 
-// Whether algorithms are timed, as ULTRASCALE_GEMM says. Not with several ranks: each would choose for
-// itself, so results that two ranks must both compute would differ in bits, and diverge.
-static bool are_timed() {
+// Whether algorithms are timed, and where choices are kept, as ULTRASCALE_GEMM says. Of several ranks each
+// would choose for itself, so results that two ranks must both compute would differ in bits, and diverge.
+static void choose_way() {
     const char *wanted = getenv("ULTRASCALE_GEMM");
-    if (!wanted || !strcmp(wanted, "first")) return false;
-    CHECK(!strcmp(wanted, "timed"), "ULTRASCALE_GEMM is %s; it is first (the heuristic's) or timed",
-          wanted);
+    if (!wanted || !strcmp(wanted, "first")) return;
+    const bool read = !strncmp(wanted, "read:", 5) && wanted[5];
+    state.written = !strncmp(wanted, "timed:", 6) && wanted[6];
+    state.timed = state.written || !strcmp(wanted, "timed");
+    CHECK(state.timed || read,
+          "ULTRASCALE_GEMM is %s; it is first (the heuristic's), timed, timed:FILE or read:FILE", wanted);
     CHECK(
-        base_launched() == 1,
+        state.written || read || base_launched() == 1,
         "ULTRASCALE_GEMM=timed is for one rank: of several each would choose kernels for itself, and what "
-        "they compute alike would differ in bits");
+        "they compute alike would differ in bits; with timed:FILE they only time, and with read:FILE later "
+        "runs choose alike");
+    if (!read && !state.written) return;
+    cudaDeviceProp gpu;
+    int device;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu, device));
+    char *machine = format_text("cuBLASLt %zu, %s", cublasLtGetVersion(), gpu.name);
+    if (read) choices_read(wanted + 5, machine);
+    else choices_write(wanted + 6, machine);
+    free(machine);
+}
+
+// The algorithm of an earlier run, if it has timed this kind.
+static bool find_choice(const Plan *plan, cublasLtMatmulHeuristicResult_t *result) {
+    const void *kept = choices_find(&plan->kind);
+    if (!kept) return false;
+    memcpy(&result->algo, kept, sizeof result->algo);
+    const cublasLtMatmulAlgo_t algorithm = result->algo;
+    BLAS_CHECK(cublasLtMatmulAlgoCheck(state.handle, plan->multiply, plan->first, plan->second, plan->c,
+                                       plan->c, &algorithm, result));
     return true;
 }
 
@@ -302,8 +329,11 @@ static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
           (long long)kind.n, (long long)kind.k, (long long)kind.k, (long long)kind.m,
           dtype_name(kind.second_dtype),
           cublasLtGetStatusString(status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status));
+    if (find_choice(plan, &found[0])) count = 1;
     for (int i = 0; i < count; i++) need_workspace(found[i].workspaceSize);
-    plan->algorithm = found[fastest(plan, found, count, at)].algo;
+    const int best = fastest(plan, found, count, at);
+    if (state.written) choices_add(&kind, &found[best].algo);
+    plan->algorithm = found[state.written ? 0 : best].algo;
 }
 
 static void forget_plans() {
@@ -332,8 +362,8 @@ static const Plan *plan_of(const Kind &kind, const Addresses &at) {
 }
 
 static void start() {
-    state.timed = are_timed();
     device_stream();  // the GPU first
+    choose_way();
     BLAS_CHECK(cublasLtCreate(&state.handle));
     state.plans = static_cast<Plan *>(host_alloc(PLANS * sizeof *state.plans));
     memset(static_cast<void *>(state.plans), 0, PLANS * sizeof *state.plans);

@@ -57,6 +57,8 @@ static cublasStatus_t refuse(cublasStatus_t status, const char *rule) {
 #define NEED(status, condition, rule) \
     if (!(condition)) return refuse(CUBLAS_STATUS_##status, rule)
 
+size_t cublasLtGetVersion(void) { return 130000; }
+
 const char *cublasLtGetStatusString(cublasStatus_t status) {
     static char text[256];
     if (status == CUBLAS_STATUS_SUCCESS) return "CUBLAS_STATUS_SUCCESS";
@@ -249,6 +251,18 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
         data[NUMBER] = (uint64_t)number;
         results[number].workspaceSize = data[WORKSPACE] = parts < preference->workspace ? parts : 0;
     }
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t x, cublasLtMatrixLayout_t a,
+                                       cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
+                                       cublasLtMatrixLayout_t d, const cublasLtMatmulAlgo_t *algo,
+                                       cublasLtMatmulHeuristicResult_t *result) {
+    const cublasLtMatrixLayout_t m[MATRICES] = {a, b, c, d};
+    NEED(INVALID_VALUE, algo->data[MATRICES] == fingerprint(*x, m) && algo->data[NUMBER] < ALGORITHMS,
+         "the algorithm was chosen for another multiply");
+    result->workspaceSize = algo->data[WORKSPACE];
+    result->state = CUBLAS_STATUS_SUCCESS;
     return CUBLAS_STATUS_SUCCESS;
 }
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <string>
 
 #include "both_backends.h"
 #include "fatal.h"
@@ -115,6 +116,82 @@ static void timed_ones_are_the_fastest(void **) { in_a_child(timed_ones, 0); }
 static void several_ranks_time_nothing(void **) {
     in_a_child(timed_by_two, STATUS_USAGE);
     in_a_child(another_word, STATUS_USAGE);
+}
+
+// ---- choices for later runs: of two ranks, of which each multiplies other kinds ----
+
+static char *choices, *file[2];
+
+static void way(const char *what) {
+    char *text = format_text("%s%s", what, choices);
+    setenv("ULTRASCALE_GEMM", text, 1);
+    setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
+    free(text);
+}
+
+static void expect_one(DType dtype, int expected) {
+    const int used = multiply(dtype, false);
+    if (used != 3 && used != expected) _exit(10 + used);
+}
+
+// They multiply by the first ones all the same, or ranks would differ now.
+static void time_as(int rank, DType other) {
+    base_set_rank(rank, 2, NULL);
+    way("timed:");
+    expect_one(F32, 0);
+    expect_one(other, 0);
+}
+static void time_as_0(void) { time_as(0, F16); }
+static void time_as_1(void) { time_as(1, BF16); }
+
+static void read_both(void) {
+    way("read:");
+    expect_one(F32, 1);
+    expect_one(F16, 1);
+    expect_one(BF16, 1);
+    expect_one(F64, 0);
+}
+static void read_in_a_child(void *) { read_both(); }
+
+static std::string text_of(const char *name) {
+    std::string text(1 << 16, 0);
+    FILE *from = fopen(name, "rb");
+    assert_non_null(from);
+    text.resize(fread(&text[0], 1, text.size(), from));
+    fclose(from);
+    return text;
+}
+static void write_text(const char *name, const std::string &text) {
+    FILE *to = fopen(name, "wb");
+    assert_non_null(to);
+    assert_int_equal(fwrite(text.data(), 1, text.size(), to), text.size());
+    fclose(to);
+}
+
+static void ranks_choose_alike_from_files(void **) {
+    char folder[] = "/tmp/test_ops_cuda_host_XXXXXX";
+    assert_non_null(mkdtemp(folder));
+    choices = format_text("%s/gemm", folder);
+    for (int i = 0; i < 2; i++) file[i] = format_text("%s.%d", choices, i);
+    in_a_child(time_as_0, 0);
+    expect_fatal(read_in_a_child, NULL, "gemm.1: No such file");
+    in_a_child(time_as_1, 0);
+    in_a_child(read_both, 0);
+    // Of a kind that both have timed, here f32, rank 0's choice is taken: the other's may be one that is not
+    // its multiply's.
+    const std::string whole = text_of(file[1]);
+    std::string other = whole;
+    const size_t first_algorithm = other.find('\n') + 1 + 120;
+    for (size_t i = 0; i < 64; i++) other[first_algorithm + i] ^= 0x55;
+    write_text(file[1], other);
+    in_a_child(read_both, 0);
+    write_text(file[1], whole.substr(0, whole.size() - 1));
+    expect_fatal(read_in_a_child, NULL, "gemm.1 is cut off");
+    write_text(file[1], "cuBLASLt 1, NVIDIA A100, rank 1 of 2\n" + whole.substr(whole.find('\n') + 1));
+    expect_fatal(read_in_a_child, NULL, "but begins with \"cuBLASLt 1, NVIDIA A100, rank 1 of 2\"");
+    for (char *name : file) unlink(name), free(name);
+    rmdir(folder);
+    free(choices);
 }
 
 // If the library has no kernel for 16 bits that adds up parts in f32, another one is used, and a message
@@ -400,6 +477,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(kernels_are_the_first_that_the_library_names),
         cmocka_unit_test(timed_ones_are_the_fastest),
         cmocka_unit_test(several_ranks_time_nothing),
+        cmocka_unit_test(ranks_choose_alike_from_files),
         cmocka_unit_test(a_kernel_that_rounds_parts_is_better_than_none),
         cmocka_unit_test(products_take_the_scratch_that_they_need),
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
