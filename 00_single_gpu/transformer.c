@@ -141,6 +141,7 @@ Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
     kept->o = tensor_like(MEMORY_ACTIVATION, kept->q);
     sockets->attention.forward(sockets->attention.context, micro, kept->o, &kept->attention, kept->q,
                                kept->k, kept->v, attention_shape(w, m, micro));
+    // The residual is added after `leave`, which may have summed over ranks; so no multiply can add it.
     kept->x2 = leave(m, micro, linear_forward(m, w->o, kept->o, &kept->linear[1]));
     op_add(kept->x2, kept->x2, kept->x);
 

@@ -51,7 +51,7 @@ typedef struct Moe Moe;
 typedef struct Dispatch {
     void *context;
     // Sets `more` (more_counts) from own (e), the rows of this rank's tokens by expert, all still on the
-    // device: the host, which must know them all, then reads them at once, and so waits only once.
+    // device: the host, which must know them all, then reads them at once.
     int64_t more_counts;
     void (*count)(void *context, MoeKept *kept, Tensor own, Tensor more);
     // x (n, h) -> (m, h) in the order of the experts here; sets kept->count and kept->m.

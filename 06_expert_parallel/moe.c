@@ -255,8 +255,12 @@ static void *plug(Model *model) {
                  .rule = moe_rule(&model->config),
                  .capacity = config_number(&model->config, "capacity"),
                  .here = model->config.experts,
-                 .dispatch = {NULL, 0, nothing_counted, gather, combine, combine_backward, gather_backward,
-                              nothing_exchanged},
+                 .dispatch = {.count = nothing_counted,
+                              .to_experts = gather,
+                              .combine = combine,
+                              .combine_backward = combine_backward,
+                              .to_experts_backward = gather_backward,
+                              .drop = nothing_exchanged},
                  .balance = {NULL, no_bias, no_balance},
                  .at = nothing_meanwhile};
     model->sockets.mlp.context = moe;

@@ -50,7 +50,7 @@ static struct {
 
 // NCCL takes its buffers from the driver when communicators are made, at the first call of each, and at the
 // first transfer between two ranks. By then the tensors may have taken the GPU's memory, and NCCL calls this
-// a CUDA error. It takes up to 512 MB at once (NCCL's issue 2363), of which part may have been available.
+// a CUDA error. It takes hundreds of MB at once, of which part may have been available.
 constexpr size_t LITTLE_MEMORY = 1 << 30;
 
 static char *text_of_memory(void) {
@@ -68,7 +68,7 @@ void check_nccl(ncclResult_t result, const char *call) {
     CHECK(result != ncclInProgress,
           "NCCL's communicators are not to be non-blocking: unset NCCL_COMM_BLOCKING");
     const char *more = ncclGetLastError(NULL);
-    const bool may_lack_memory = result == ncclUnhandledCudaError || result == ncclSystemError;
+    const bool may_lack_memory = result == ncclUnhandledCudaError;  // and no network's fault
     fatal("NCCL failed in %.*s: %s%s%s%s; with NCCL_DEBUG=WARN it says more", (int)strcspn(call, "("), call,
           ncclGetErrorString(result), more && *more ? ": " : "", more ? more : "",
           may_lack_memory ? text_of_memory() : "");

@@ -40,8 +40,8 @@ const void *choices_find(const void *kind) {
     return NULL;
 }
 
-// Returns the number of files that the run has written.
-static int read_one(const char *path, const char *machine, int rank) {
+// Returns the number of files that the run has written; all is what the files before say, or 0.
+static int read_one(const char *path, const char *machine, int rank, int all) {
     char *name = format_text("%s.%d", path, rank), *begins = format_text("%s, rank %d of ", machine, rank);
     char line[512] = "";
     int ranks = 0;
@@ -52,6 +52,8 @@ static int read_one(const char *path, const char *machine, int rank) {
     CHECK(ranks > rank,
           "%s is not of %s, but begins with \"%.*s\": make it with ULTRASCALE_GEMM=timed:%s in a run here",
           name, machine, (int)strcspn(line, "\n"), line, path);
+    CHECK(ranks == all || all == 0, "%s is of %d ranks, and %s.0 of %d: make all again, with timed:%s",
+          name, ranks, path, all, path);
     Choice one;
     size_t got;
     while ((got = fread(&one, 1, sizeof one, from)) == sizeof one) {
@@ -68,5 +70,6 @@ static int read_one(const char *path, const char *machine, int rank) {
 }
 
 void choices_read(const char *path, const char *machine) {
-    for (int rank = 0, ranks = 1; rank < ranks; rank++) ranks = read_one(path, machine, rank);
+    const int ranks = read_one(path, machine, 0, 0);
+    for (int rank = 1; rank < ranks; rank++) read_one(path, machine, rank, ranks);
 }

@@ -220,8 +220,11 @@ static bool find_choice(const Plan *plan, cublasLtMatmulHeuristicResult_t *resul
     if (!kept) return false;
     memcpy(&result->algo, kept, sizeof result->algo);
     const cublasLtMatmulAlgo_t algorithm = result->algo;
-    BLAS_CHECK(cublasLtMatmulAlgoCheck(state.handle, plan->multiply, plan->first, plan->second, plan->c,
-                                       plan->c, &algorithm, result));
+    const cublasStatus_t status = cublasLtMatmulAlgoCheck(
+        state.handle, plan->multiply, plan->first, plan->second, plan->c, plan->c, &algorithm, result);
+    CHECK(status == CUBLAS_STATUS_SUCCESS,
+          "cuBLASLt refuses an algorithm of ULTRASCALE_GEMM=%s (%s): make the files again, with timed:",
+          getenv("ULTRASCALE_GEMM"), cublasLtGetStatusString(status));
     return true;
 }
 

@@ -32,8 +32,8 @@ static inline void in_flight_check(const char *who, Tensor t, bool writes, int l
 
 // Advances all requests in flight as far as possible without waiting; set by comm. Nothing runs in the
 // background: while there are notes, clock.c calls this at the end of each operation, and a CPU calls it
-// between the tiles of a long one, so that a rank that computes does not hold up the others. Only the first
-// thread may call it.
+// between the tiles of a long one (a multiply that is one call of a BLAS has none), so that a rank that
+// computes does not hold up the others. Only the first thread may call it.
 extern void (*in_flight_push)(void);
 
 #ifdef __cplusplus

@@ -52,8 +52,8 @@ void op_squares_of_ranges(Tensor y, Tensor x, const FlatRange *ranges);
 // ---- matrix multiply:  C (m, n) = A B + beta C,  A is (m, k), or (k, m) if transpose_a; B likewise ----
 void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b,
                double beta);  // beta is 0 or 1
-// C = the sum of `count` products A B, + beta C. On a CPU a 16-bit C is rounded once; on a GPU after each
-// product.
+// C = the sum of `count` products A B, + beta C. On a CPU a 16-bit C is rounded once; on a GPU, and by the
+// kernels of a table (kernel_table.h), after each product.
 void op_matmul_sum(Tensor c, const Tensor *a, const Tensor *b, int count, bool transpose_a,
                    bool transpose_b, double beta);
 // Several products of the same form: of one a with several b (as = 1), or of several a with one b (bs = 1).

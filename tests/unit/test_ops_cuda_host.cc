@@ -185,6 +185,14 @@ static void ranks_choose_alike_from_files(void **) {
     for (size_t i = 0; i < 64; i++) other[first_algorithm + i] ^= 0x55;
     write_text(file[1], other);
     in_a_child(read_both, 0);
+    other = whole;
+    for (size_t i = 0; i < 64; i++) other[other.size() - 64 + i] ^= 0x55;  // of a kind that rank 0 has not
+    write_text(file[1], other);
+    expect_fatal(read_in_a_child, NULL, "cuBLASLt refuses an algorithm of ULTRASCALE_GEMM=read:");
+    other = whole;
+    other.replace(other.find(" of 2\n"), 6, " of 3\n");
+    write_text(file[1], other);
+    expect_fatal(read_in_a_child, NULL, "gemm.0 of 2: make all again");
     write_text(file[1], whole.substr(0, whole.size() - 1));
     expect_fatal(read_in_a_child, NULL, "gemm.1 is cut off");
     write_text(file[1], "cuBLASLt 1, NVIDIA A100, rank 1 of 2\n" + whole.substr(whole.find('\n') + 1));

@@ -16,13 +16,13 @@ static void add_option(Option *own, int *count, const Option *option) {
     own[(*count)++] = *option;
 }
 
-static Config config_of(const char *flags) {
+static Config config_of(const char *flags, Techniques layouts) {
     static char text[512];
     static char *words[MOST_WORDS];
     static Option own[MOST_OPTIONS];
     int count = 0, options = 0;
     for (int i = 0; i < FIVE_D_OPTIONS; i++) add_option(own, &options, &five_d_options[i]);
-    for (Techniques t = five_d_layouts(); *t; t++)
+    for (Techniques t = layouts; *t; t++)
         for (int i = 0; i < (*t)->options; i++) add_option(own, &options, &(*t)->option[i]);
     snprintf(text, sizeof text, "test_waits %s", flags);
     for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) words[count++] = word;
@@ -38,12 +38,12 @@ static int64_t other_waits(void) { return cuda_on_cpu_waits ? cuda_on_cpu_waits(
 
 // In every step except the first, the host waits `once` in any layout, and `passes` times for each of this
 // rank's layers and micro-batches.
-static void expect_waits(const char *flags, int once, int passes) {
-    Config c = config_of(flags);
+static void expect_waits_of(Techniques layouts, const char *flags, int once, int passes) {
+    Config c = config_of(flags, layouts);
     if ((c.dp ? c.dp : 1) * c.pp * c.cp * c.tp != n) return;  // with sanitizers there are 3 ranks, else 4
-    layout_check(&c, n, five_d_layouts());
+    layout_check(&c, n, layouts);
     Mesh mesh = mesh_new(layout_shape(&c));
-    Trainer *t = trainer_new(&c, mesh, five_d_layouts());
+    Trainer *t = trainer_new(&c, mesh, layouts);
     train_step(t, NULL);
     int64_t reads = device_reads(), waits = backend_waits(), others = other_waits();
     train_step(t, NULL);
@@ -56,6 +56,10 @@ static void expect_waits(const char *flags, int once, int passes) {
     if (strstr(comm_carrier(), "NCCL") && waits != expected)
         note("%s: %lld waits, expected %lld", flags, (long long)waits, (long long)expected);
     trainer_free(t);
+}
+
+static void expect_waits(const char *flags, int once, int passes) {
+    expect_waits_of(five_d_layouts(), flags, once, passes);
 }
 
 static void a_step_waits_once(void) {
@@ -82,7 +86,7 @@ static void a_step_waits_once(void) {
 }
 
 // The rows by expert of its own tokens and those of all ranks of --ep are read at once; when a layer is
-// recomputed, again.
+// recomputed, again. With node-limited routing the tokens that have come to a node are counted, too.
 static void a_mixture_waits_in_each_layer(void) {
     expect_waits("--dp 3 --ep 3 --experts 3", 1, 1);
     expect_waits("--dp 4 --experts 4", 1, 1);
@@ -90,6 +94,8 @@ static void a_mixture_waits_in_each_layer(void) {
     expect_waits("--dp 2 --tp 2 --sp --ep 2 --experts 4", 1, 1);
     expect_waits("--pp 2 --dp 2 --ep 2 --experts 4", 1, 1);
     expect_waits("--dp 4 --ep 2 --experts 4 --recompute full", 1, 2);
+    expect_waits_of(node_limited_layouts(),
+                    "--dp 4 --ep 4 --experts 4 --gpus-per-node 2 --moe deepseek --expert-groups 2", 1, 2);
 }
 
 static const RankTest tests[] = {
