@@ -16,8 +16,8 @@
 // one across.
 // Bytes sent per rank and step with m micro-batches (letters as in zero3.c): inside,
 // m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as each micro-batch is reduced; across,
-// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which (N - K) / (N - 1) goes to
-// other nodes; a ring takes 1 / K of it from node to node. Memory per rank: as zero3.c on K ranks.
+// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which 1 / K goes across: its ring
+// leaves a node from one of K ranks. Memory per rank: as zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
 // Last line: PASS hybrid_zero: each node shards a replica, and the ranks reproduce the single-device step …
 #include <math.h>
@@ -172,18 +172,20 @@ const Technique hybrid_zero = {.name = "hybrid_zero",
 // ---- bytes inside and across nodes, and what they cost ----
 
 typedef struct NodeBytes {
-    double inside, across;  // bytes of rank 0 in a step
+    double inside, across;  // bytes that a rank sends in a step, the mean of the ranks of a node
 } NodeBytes;
 
-// Each part counts as sent to every other rank, N - K of which are in other nodes. (In the ring that the
-// clock charges, the last rank of each node sends across, 1 / K of all bytes.)
+// A ring passes through all ranks of a node before it goes on to the next: of K ranks one sends across. A
+// ring of the hybrid's has K ranks in one node, or one in each.
+static NodeBytes in_rings(double sent, double k) { return (NodeBytes){sent * (k - 1) / k, sent / k}; }
+
 static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
     double all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden) + (double)c->hidden;
     double elements = (double)c->grad_acc * (4 * all + 2 * (2 * all - ends)), shards = hybrid ? k : n;
     double sent = (shards - 1) / shards * elements;
     if (hybrid) return (NodeBytes){sent, 2 * (n / k - 1) / (n / k) * 4 * all / k};
-    return (NodeBytes){sent * (k - 1) / (n - 1), sent * (n - k) / (n - 1)};
+    return in_rings(sent, k);
 }
 
 static void across_nodes(Mesh mesh, const Config *config) {
@@ -205,7 +207,8 @@ static void across_nodes(Mesh mesh, const Config *config) {
         clock_push(name[i]);
         cost[i] = program_cost(&c, mesh, ways[i]);
         clock_pop();
-        NodeBytes sent = {(double)(cost[i].comm.bytes - cost[i].comm.across), (double)cost[i].comm.across},
+        double all = (double)cost[i].comm.bytes, across = (double)cost[i].comm.across;
+        NodeBytes sent = i == 1 ? (NodeBytes){all - across, across} : in_rings(all, k),
                   says = formula(&c, n, k, i == 1);
         say("  %-16s %10.2f %12.2f %14s %14s %14s %14s", name[i], 1e3 * cost[i].step_seconds,
             1e3 * cost[i].comm.exposed_seconds, bytes_text((double)cost[i].memory.peak[MEMORY_PARAMETER]),
