@@ -23,8 +23,8 @@ void hybrid_zero_price(Price *price, const Model *model, const void *hybrid);
 // --zero 0|1|2|3, for programs that list several stages; a program that lists a single one has it on.
 extern const Option zero_option;
 
-// When the updated weights are gathered (--gather): behind the next forward, behind the
-// step of later units, or after the step.
+// When the updated weights are gathered (--gather): during the next forward, during the step of later units,
+// or after the step.
 typedef enum ZeroGather { GATHER_BEHIND_FORWARD, GATHER_BEHIND_STEP, GATHER_AFTER_STEP } ZeroGather;
 
 // What the three stages have in flight.
