@@ -10,7 +10,8 @@
 //     and the same around the MLP
 //
 //              forward       backward
-//     f        identity      all-reduce    every rank reads the input, so its gradients add up
+//     f        identity      all-reduce    every rank reads the input, so its gradients add up (Megatron-LM
+//                                          hides this sum behind dW; here W follows all of B)
 //     f*       all-reduce    identity      the output is a sum; the residual is added after it, once
 //
 // With fewer key/value heads than ranks, N / kv consecutive ranks store the same head. Each copy serves
