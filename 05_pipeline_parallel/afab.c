@@ -1,5 +1,5 @@
 // afab.c: all forward, all backward: every forward of a step runs before its first backward. Playbook:
-// "Splitting layers on various nodes - All forward, all backward".
+// "Splitting layers on various nodes - All forward, all backward"; Huang et al. 2019, "GPipe".
 //
 // Stage r is on rank r. With one micro-batch this is the naive pipeline, in which one rank works and the
 // others wait.

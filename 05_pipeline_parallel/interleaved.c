@@ -1,4 +1,5 @@
-// interleaved.c: each rank has v stages, every p-th of the p v stages. Playbook: "Interleaving stages".
+// interleaved.c: each rank has v stages, every p-th of the p v stages. Playbook: "Interleaving stages";
+// Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 //
 // Changes from one_f_one_b.c: stage k is on rank k mod p. So a micro-batch goes round the ranks v times, and
 // a pass takes a v-th of the time, as does filling and draining the pipeline. A rank's v stages, its chunks,
@@ -7,8 +8,9 @@
 //     forward k of a rank:  micro-batch group (k div (v group)) + k mod group,  chunk (k div group) mod v
 //
 // Backward has the same order with the chunks reversed; on rank r forwards stay a = 2 (p - 1 - r) + (v - 1)
-// group ahead of it. group = p is depth-first (a micro-batch leaves the model as soon as it can), group = m
-// breadth-first (the pipeline is filled first); Llama 3.1 tunes it. (Small letters: chunk 1; D = BW.)
+// group ahead of it, as in Megatron-LM, whose micro-batch group size is p by default. group = p is
+// depth-first (a micro-batch leaves the model as soon as it can), group = m breadth-first (the pipeline is
+// filled first; Lamy-Poirier 2023); Llama 3.1 tunes it. (Small letters: chunk 1; D = BW.)
 //
 //     rank 0  |F0F1F2F3f0f1f2f3............d0--..d1--..d2--..d3--D0--D1--D2--D3--
 //     rank 1  |..F0F1F2F3f0f1f2f3......d0--..d1--..d2--..d3--D0--D1--D2--D3--....

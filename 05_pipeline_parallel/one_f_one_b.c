@@ -1,5 +1,6 @@
 // one_f_one_b.c: one forward, one backward: each backward runs as early as it can. Playbook:
-// "One-forward-one-backward and LLama 3.1 schemes".
+// "One-forward-one-backward and LLama 3.1 schemes"; Narayanan et al. 2021, "Memory-Efficient
+// Pipeline-Parallel DNN Training" (PipeDream-Flush); Fan et al. 2021, "DAPPLE".
 //
 // Changes from afab.c: on rank r forwards run a = p - 1 - r micro-batches ahead of backwards, one for each
 // rank after it, and no further.

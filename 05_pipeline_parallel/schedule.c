@@ -12,7 +12,7 @@
 //
 // The files of the schedules, in the order in which to read them: afab.c, one_f_one_b.c, interleaved.c,
 // zero_bubble.c, zero_bubble_v.c, zero_bubble_auto.c, dualpipe.c, dualpipe_v.c. Each is one function that
-// fills the lists.
+// fills the lists, in a file that names its source.
 // Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 8
 //      without --schedule: the table of all of them, checked against closed formulas
 // Last line: PASS schedule: every schedule is sound, and costs what its formula says …

@@ -28,8 +28,10 @@
 // its first input, and has p Ws left after its last B. That B's gradient takes p - 1 Bs up to and on rank
 // 0, where one W follows: (p - 1) F + (p - 1) B + W in place of p W. That of ZB-H2 is (p - 1) F if neither
 // F nor W is below B / 2: that is how long the last rank waits for its first input. But rank 0 ends earlier
-// than the last rank, and may begin the next step: what the paper calls zero is the bubble of a period, and
-// for F = B = W it is. From F to W rank r holds a + d + 1 micro-batches. Messages are those of 1F1B.
+// than the last rank, and could begin the next step: what the paper calls zero is the bubble of a period, and
+// for F = B = W it is. It takes an optimizer step that waits for no other rank (the paper's section 4). Here
+// all ranks sum the gradient norm before they step. From F to W rank r holds a + d + 1 micro-batches.
+// Messages are those of 1F1B.
 Schedule schedule_zero_bubble(int p, int m, int level) {
     Schedule s = schedule_new(level == 1 ? "zb_h1" : "zb_h2", p, m, p, 1);
     for (int r = 0; r < p; r++) {
