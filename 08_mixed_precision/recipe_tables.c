@@ -1,5 +1,5 @@
 // recipe_tables.c: the strengths and limits of fp8.c's recipes, on one device. Playbook: "FP8 pretraining";
-// DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
+// DeepSeek-V3 2024, sections 3.3.2 and 3.5.2.
 //
 // Outliers: one element in 4,096 of x is up to a million times as large as the others. A scale of the whole
 // tensor then pushes all others to the lower end of the codes; a tile's scale only those of its tile.
