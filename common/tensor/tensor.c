@@ -137,41 +137,32 @@ static int64_t shape_count(int dims, const int64_t *shape) {
 }
 
 // A freed storage has no references. It is taken for another tensor only when KEPT others have been freed
-// after it, so that until then a use of it is noticed.
+// after it, so that until then a use of it is noticed. Then the one freed last comes first: the host's caches
+// still hold it.
 enum { KEPT = 256 };
 
-static struct {
-    Storage *oldest, *newest;
-    int count;
-} retired;
+static Storage *retired[KEPT];  // the last that were freed, in a ring
+static int64_t retirements;
+static Storage *unused;
 
-static void storage_retire(Storage *storage) {
-    storage->next = NULL;
-    if (retired.count++) retired.newest->next = storage;
-    else retired.oldest = storage;
-    retired.newest = storage;
+static void storage_push(Storage *storage) {
+    storage->next = unused;
+    unused = storage;
 }
 
-static Storage *storage_take(Storage **first) {
-    Storage *storage = *first;
-    *first = storage->next;
-    return storage;
+static void storage_retire(Storage *storage) {
+    Storage **place = &retired[retirements++ % KEPT];
+    if (*place) storage_push(*place);
+    *place = storage;
 }
 
 // Storages are made many at once. Made one by one, each would lie beside its tensor's memory, and as it is
 // never returned to the heap, what is freed on its two sides would not become one piece again.
 static Storage *storage_new(void) {
-    static Storage *unused;
-    if (retired.count > KEPT) {
-        retired.count--;
-        return storage_take(&retired.oldest);
-    }
-    for (int made = unused ? KEPT : 0; made < KEPT; made++) {
-        Storage *storage = host_alloc(sizeof *storage);
-        storage->next = unused;
-        unused = storage;
-    }
-    return storage_take(&unused);
+    for (int made = unused ? KEPT : 0; made < KEPT; made++) storage_push(host_alloc(sizeof(Storage)));
+    Storage *storage = unused;
+    unused = storage->next;
+    return storage;
 }
 
 Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape) {
