@@ -219,26 +219,12 @@ Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows) {
     return tensor_view(t, first * columns, SHAPE(rows, columns));
 }
 
-int64_t tensor_count(Tensor t) {
-    int64_t count = 1;
-    for (int i = 0; i < t.dims; i++) count *= t.shape[i];
-    return count;
-}
-
 bool tensor_overlaps(Tensor a, Tensor b) {
     if (!tensor_exists(a) || a.storage != b.storage) return false;
     int64_t begin_a = a.offset * (int64_t)dtype_size(a.dtype),
             begin_b = b.offset * (int64_t)dtype_size(b.dtype), end_a = begin_a + tensor_bytes(a),
             end_b = begin_b + tensor_bytes(b);
     return (begin_a > begin_b ? begin_a : begin_b) < (end_a < end_b ? end_a : end_b);
-}
-
-int64_t tensor_columns(Tensor t) { return t.shape[t.dims - 1]; }
-
-int64_t tensor_rows(Tensor t) {
-    int64_t rows = 1;
-    for (int i = 0; i < t.dims - 1; i++) rows *= t.shape[i];
-    return rows;
 }
 
 int64_t tensor_bytes(Tensor t) { return tensor_count(t) * (int64_t)dtype_size(t.dtype); }

@@ -138,9 +138,18 @@ Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows);
 static inline bool tensor_exists(Tensor t) { return t.storage != NULL; }
 // Whether the two have a byte in common.
 bool tensor_overlaps(Tensor a, Tensor b);
-int64_t tensor_count(Tensor t);    // elements
-int64_t tensor_rows(Tensor t);     // product of all dimensions but the last
-int64_t tensor_columns(Tensor t);  // the last dimension
+// Elements; the product of all dimensions but the last; the last one. (A dry run does little else.)
+static inline int64_t tensor_count(Tensor t) {
+    int64_t count = 1;
+    for (int i = 0; i < t.dims; i++) count *= t.shape[i];
+    return count;
+}
+static inline int64_t tensor_columns(Tensor t) { return t.shape[t.dims - 1]; }
+static inline int64_t tensor_rows(Tensor t) {
+    int64_t rows = 1;
+    for (int i = 0; i < t.dims - 1; i++) rows *= t.shape[i];
+    return rows;
+}
 int64_t tensor_bytes(Tensor t);
 const char *tensor_text(Tensor t);  // "(8, 128) f32", rotating static buffers
 
