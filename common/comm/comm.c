@@ -238,8 +238,9 @@ static void end_all(const char *sentence, int status) {
 }
 
 // As in_flight_push: called while this rank computes. (lines_push may wait for the device and call back.)
+// A rank that stands for all has completed each request at its start.
 static void push(void) {
-    if (comm.pushing || comm.finished) return;
+    if (comm.pushing || comm.finished || comm.for_all) return;
     double began = wall_seconds();
     lines_push();
     count_push(wall_seconds() - began);

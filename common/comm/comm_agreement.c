@@ -438,6 +438,7 @@ bool wait_pause(Wait *wait) {
 }
 
 void request_await(Request *r) {
+    if (comm.for_all && r->done) return;
     Wait wait = wait_begin();
     comm.waiting = r;
     device_open();  // once, not in each of many thousand turns
