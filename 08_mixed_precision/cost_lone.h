@@ -3,6 +3,8 @@
 #ifndef COST_LONE_H
 #define COST_LONE_H
 
+#include <math.h>
+
 #include "00_single_gpu/harness.h"
 #include "05_pipeline_parallel/schedule.h"
 
@@ -62,16 +64,23 @@ typedef struct LoneTime {
 } LoneTime;
 // By the closed forms alone, a microsecond a layout.
 LoneTime lone_time(const Config *config, const LoneParts *parts);
-// A dry step, clocked, with the memory of the fullest rank.
-LoneTime lone_step(const Config *config, const LoneParts *parts, LoneMemory *memory);
+// The most that a step may take, and a rank hold, to be worth clocking.
+typedef struct LoneLimits {
+    double seconds, bytes;
+} LoneLimits;
+static const LoneLimits lone_no_limits = {INFINITY, INFINITY};
+// A dry step, clocked, with the memory of the fullest rank. Clocking ends as soon as it is certain that the
+// step of a pipeline is beyond the limits; its time is then INFINITY.
+LoneTime lone_step(const Config *config, const LoneParts *parts, LoneLimits most, LoneMemory *memory);
 // The value x steps along the first index and y along the second from at[0][0], in a table that is a straight
 // line along both.
 double lone_continued(const double at[2][2], double x, double y);
-// The same as lone_step of a pipeline alone, whose messages have so many bytes.
+// The same as lone_step of a pipeline alone, whose messages have so many bytes, and whose step each further
+// micro-batch makes longer by at least so many seconds.
 typedef struct LoneStep {
     double seconds, walked;  // of the step, and until the last pass and message have ended
     LoneMemory memory;
 } LoneStep;
-LoneStep lone_pipeline(const Config *config, double message_bytes);
+LoneStep lone_pipeline(const Config *config, double message_bytes, double more, LoneLimits most);
 
 #endif

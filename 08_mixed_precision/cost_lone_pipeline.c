@@ -162,21 +162,35 @@ typedef struct Figures {
     double seconds, walked;
     LoneMemory held[RANKS_MOST];
 } Figures;
+
+static LoneMemory fullest(const Figures *step, int64_t ranks) {
+    const LoneMemory *most = step->held;
+    for (int64_t i = 1; i < ranks; i++)
+        if (step->held[i].peak > most->peak) most = &step->held[i];
+    return *most;
+}
+
 typedef union Step {
     Figures is;
     double figure[sizeof(Figures) / sizeof(double)];
 } Step;
 
-// The second step: with ZeRO a step begins with what the one before has started.
-static Step step_of(const Config *c, double message_bytes) {
+// The second step: with ZeRO a step begins with what the one before has started. That can only delay it: if
+// the passes of the first step alone take too long, there is no second one. Beyond the limits: INFINITY.
+static Step step_of(const Config *c, double message_bytes, LoneLimits most) {
     Stages *all = host_alloc(sizeof *all);
     all->count = (int)c->pp, all->message_bytes = message_bytes;
     for (int i = 0; i < all->count; i++) stage_new(&all->stage[i], all, c, i);
     step_from(all, 0);
     double begin = last_end(all);
-    step_from(all, 0);
-    Step step = {.is = {.seconds = last_end(all) - begin, .walked = all->walked - begin}};
-    for (int i = 0; i < all->count; i++) step.is.held[i] = held_by(&all->stage[i]);
+    Step step = {.is = {.seconds = INFINITY}};
+    if (all->walked <= most.seconds) {
+        step_from(all, 0);
+        step.is.seconds = last_end(all) - begin, step.is.walked = all->walked - begin;
+        for (int i = 0; i < all->count; i++) step.is.held[i] = held_by(&all->stage[i]);
+        bool within = step.is.seconds <= most.seconds && fullest(&step.is, all->count).peak <= most.bytes;
+        if (!within) step.is.seconds = INFINITY;
+    }
     for (int i = 0; i < all->count; i++) stage_free(&all->stage[i]);
     free(all);
     return step;
@@ -186,7 +200,9 @@ static Step step_of(const Config *c, double message_bytes) {
 // many as stages. Before that the slowest stage need not be the one for which all wait, and not all W that
 // zero bubble delays have come. Interleaved, it is a straight line in rows of p micro-batches, from three
 // rows on.
-static Step extrapolated(const Config *config, double message_bytes) {
+//
+// Each further micro-batch takes `more` seconds or longer: what these leave of the limit is that of few rows.
+static Step extrapolated(const Config *config, double message_bytes, double more, LoneLimits most) {
     int chunks = lone_chunks(config);
     int64_t p = config->pp, stages = p * chunks, layers = config->layers, m = config->grad_acc;
     int64_t row = chunks > 1 ? p : 1, full = chunks > 1 ? 3 * p : 2 * p;
@@ -200,7 +216,9 @@ static Step extrapolated(const Config *config, double message_bytes) {
             Config c = *config;
             c.steps = 3;  // the one that counts has a step before it, and reads ahead for one behind it
             c.layers -= (deeper - i) * stages, c.grad_acc -= (rows - j) * row;
-            at[i][j] = step_of(&c, message_bytes);
+            double behind = (double)((rows - j) * row) * more;
+            at[i][j] = step_of(&c, message_bytes, (LoneLimits){most.seconds - behind, most.bytes});
+            if (at[i][j].is.seconds == INFINITY) return at[i][j];
         }
     const Step *few = at[0], *deep = at[deeper > 0];
     Step step;
@@ -212,10 +230,7 @@ static Step extrapolated(const Config *config, double message_bytes) {
     return step;
 }
 
-LoneStep lone_pipeline(const Config *config, double message_bytes) {
-    Figures step = extrapolated(config, message_bytes).is;
-    LoneStep lone = {.seconds = step.seconds, .walked = step.walked};
-    for (int i = 0; i < config->pp; i++)
-        if (step.held[i].peak > lone.memory.peak) lone.memory = step.held[i];
-    return lone;
+LoneStep lone_pipeline(const Config *config, double message_bytes, double more, LoneLimits most) {
+    Figures step = extrapolated(config, message_bytes, more, most).is;
+    return (LoneStep){step.seconds, step.walked, fullest(&step, config->pp)};
 }

@@ -221,7 +221,7 @@ static LoneMemory one_stage_memory(const Config *c) {
                         (double)cost.memory.peak_total};
 }
 
-LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
+LoneTime lone_step(const Config *c, const LoneParts *p, LoneLimits most, LoneMemory *memory) {
     LoneTime time = lone_time(c, p);
     if (c->pp == 1) {
         time.step = one_stage(c, c->layers > 6 ? 5 : c->layers);
@@ -229,7 +229,10 @@ LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
         time.exposed_dp = fmax(time.step - time.computed - time.optimizer, 0);
         return time;
     }
-    LoneStep step = lone_pipeline(c, p->message);
+    // All wait for a rank with the most blocks, or for the last one, if its head takes even longer. (With
+    // ZeRO-2 a rank takes less than that: it reduces the gradients that the parts add to sums.)
+    double blocks = lone_layers(c, 0) * (p->forward[BLOCK] + p->backward[BLOCK]);
+    LoneStep step = lone_pipeline(c, p->message, config_number(c, "zero") == 2 ? 0 : blocks, most);
     *memory = step.memory;
     // AFAB holds more of each further micro-batch, but with few of them another moment may be the fullest.
     if (config_number(c, "schedule") == AFAB && c->grad_acc > 2 * c->pp)

@@ -166,7 +166,7 @@ static Priced priced(const Config *c) {
     comm_stand_for_all(true);
     LoneParts parts = lone_parts(c);
     Priced p = {.closed_step = lone_time(c, &parts).step, .closed_peak = lone_memory(c, &parts).peak};
-    LoneTime time = lone_step(c, &parts, &p.memory);
+    LoneTime time = lone_step(c, &parts, lone_no_limits, &p.memory);
     p.step = time.step;
     // A stage that has little but a wide head recomputes less than the others.
     if (c->recompute == RECOMPUTE_FULL && c->vocab < WIDE_VOCAB && !c->experts)

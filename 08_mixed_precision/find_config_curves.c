@@ -59,7 +59,7 @@ static double throughput(const Curve *curve, int which, int degree, double *byte
     Config c = found_config(&goal, &f);
     LoneParts parts = lone_parts(&c);
     LoneMemory memory;
-    LoneTime time = lone_step(&c, &parts, &memory);
+    LoneTime time = lone_step(&c, &parts, lone_no_limits, &memory);
     *bytes = memory.peak;
     double tokens = (double)(f.dp * f.micro_batch * f.micro_batches * c.seq);
     return tokens / time.step / (f.tp * f.pp * f.dp);

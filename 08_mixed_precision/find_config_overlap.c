@@ -75,7 +75,7 @@ static double exposed(int N, int zero, int64_t tokens) {
     Config c = config_of(N, zero, tokens);
     LoneParts parts = lone_parts(&c);
     LoneMemory memory;
-    LoneTime time = lone_step(&c, &parts, &memory);
+    LoneTime time = lone_step(&c, &parts, lone_no_limits, &memory);
     return time.exposed_dp / time.step;
 }
 

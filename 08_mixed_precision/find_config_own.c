@@ -65,5 +65,5 @@ double run_own_step(const Published *r, const Factors *factors) {
     config_set(&c, "attention", r->habits.flash);
     LoneParts parts = lone_parts(&c);
     LoneMemory memory;
-    return lone_step(&c, &parts, &memory).step;
+    return lone_step(&c, &parts, lone_no_limits, &memory).step;
 }

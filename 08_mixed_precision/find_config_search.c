@@ -5,7 +5,8 @@
 //     gpus = dp x pp x cp x tp      batch = dp x micro_batch x micro_batches
 //
 // Each layout is priced by closed forms. Then the best are clocked (cost_lone_step.c), one after another,
-// until all others would be slower than those found even if their closed forms were somewhat too long.
+// until all others would be slower than those found even if their closed forms were somewhat too long. The
+// clock of a layout stops when it is certain to be slower than those found, or not to fit.
 // This file has no main: find_config.c uses it.
 #include <stdarg.h>
 #include <stdlib.h>
@@ -153,10 +154,11 @@ static int by_seconds(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static bool clocked(const Goal *goal, Found *f) {
+// False: it takes more seconds than these, or does not fit.
+static bool clocked(const Goal *goal, Found *f, double seconds) {
     Config c = found_config(goal, f);
-    f->time = lone_step(&c, &f->parts, &f->memory);
-    return f->memory.peak <= goal->memory;
+    f->time = lone_step(&c, &f->parts, (LoneLimits){seconds, goal->memory}, &f->memory);
+    return f->time.step <= seconds && f->memory.peak <= goal->memory;
 }
 
 // Clocks the best until all others, even by the closed form, are slower than those wanted.
@@ -166,9 +168,10 @@ static void clock_best(Space *s, int wanted) {
         Found *f = &s->best[i];
         bool full = found->count == wanted;
         const double slack = f->schedule == ZB_H1 ? ZERO_BUBBLE_SLACK : CLOSED_FORM_SLACK;
-        if (full && f->quick > slack * found->best[wanted - 1].time.step) continue;
+        const double slowest = full ? found->best[wanted - 1].time.step : INFINITY;
+        if (f->quick > slack * slowest) continue;
         progress_on_terminal(i, s->count, "the best are clocked");
-        if (!clocked(s->goal, f)) continue;
+        if (!clocked(s->goal, f, slowest)) continue;
         found->best[found->count++] = *f;
         qsort(found->best, (size_t)found->count, sizeof *found->best, by_seconds);
         if (full) found->count--;

@@ -260,7 +260,7 @@ static void tied_stages_hold_what_their_steps_do(void **state) {
         set_of_a_pipeline(&c, row[i].zero, row[i].schedule, row[i].chunks);
         LoneParts parts = lone_parts(&c);
         LoneMemory clocked, closed = lone_memory(&c, &parts);
-        lone_step(&c, &parts, &clocked);
+        lone_step(&c, &parts, lone_no_limits, &clocked);
         double off = closed.peak / clocked.peak - 1;
         if (!(fabs(off) <= 0.02)) fail_msg("row %zu: the peak is %+.1f%% off its step's", i, 100 * off);
     }
@@ -278,7 +278,7 @@ static void two_stages(double *figure, int64_t layers) {
     set_of_a_pipeline(&c, 1, ONE_F_ONE_B, 1);
     LoneParts parts = lone_parts(&c);
     LoneMemory memory;
-    figure[SECONDS] = lone_step(&c, &parts, &memory).step;
+    figure[SECONDS] = lone_step(&c, &parts, lone_no_limits, &memory).step;
     figure[WEIGHTS] = memory.weights, figure[GRADIENTS] = memory.gradients;
     figure[OPTIMIZER] = memory.optimizer, figure[KEPT] = memory.kept;
 }
@@ -312,6 +312,37 @@ static void many_layers_continue_what_few_cost(void **state) {
     device_dry_run(false);
 }
 
+// At its own time and bytes a step is within the limits, whatever its schedule. Far below them it is not, and
+// a step of few micro-batches is enough to know.
+static void the_clock_stops_at_limits(void **state) {
+    (void)state;
+    static const struct {
+        int zero, schedule, chunks;
+    } row[] = {{0, ONE_F_ONE_B, 1}, {1, ONE_F_ONE_B, 1}, {2, ONE_F_ONE_B, 1}, {3, ONE_F_ONE_B, 1},
+               {1, ZB_H1, 1},       {2, ZB_H1, 1},       {3, ZB_H1, 1},       {1, AFAB, 1},
+               {1, INTERLEAVED, 2}, {2, INTERLEAVED, 2}, {3, INTERLEAVED, 2}};
+    device_dry_run(true);
+    comm_stand_for_all(true);
+    clock_set_machine(machine_find("dgx-h100"));
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        Config c = config_of("llama-3-8b");
+        c.layers = 16, c.vocab = 1024, c.seq = 2048, c.dtype = BF16, c.optimizer = OPTIMIZER_ADAMW;
+        c.dp = 8, c.pp = 2, c.cp = c.tp = c.ep = 1, c.micro_batch = 2, c.grad_acc = 256;
+        set_of_a_pipeline(&c, row[i].zero, row[i].schedule, row[i].chunks);
+        LoneParts parts = lone_parts(&c);
+        LoneMemory memory, again;
+        double step = lone_step(&c, &parts, lone_no_limits, &memory).step;
+        double own = lone_step(&c, &parts, (LoneLimits){step, memory.peak}, &again).step;
+        if (own != step || again.peak != memory.peak) fail_msg("row %zu: %g s become %g s", i, step, own);
+        LoneLimits few = {0.5 * step, INFINITY}, small = {INFINITY, 1};
+        bool ends = row[i].zero != 2 && lone_step(&c, &parts, few, &again).step < INFINITY;
+        if (ends) fail_msg("row %zu: it is clocked to its end", i);
+        if (lone_step(&c, &parts, small, &again).step < INFINITY) fail_msg("row %zu: it does not fit", i);
+    }
+    comm_stand_for_all(false);
+    device_dry_run(false);
+}
+
 int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(models_have_their_parameters),
@@ -328,6 +359,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(copies_of_experts_are_not_sharded),
         cmocka_unit_test(tied_stages_hold_what_their_steps_do),
         cmocka_unit_test(many_layers_continue_what_few_cost),
+        cmocka_unit_test(the_clock_stops_at_limits),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
