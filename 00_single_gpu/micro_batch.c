@@ -89,7 +89,10 @@ void micro_batch_free(Model *m, MicroBatch *micro) {
                            &micro->head.logits, &micro->head.lse, &micro->head.dweight, &micro->loss};
     m->sockets.linear.drop(m->sockets.linear.context, &micro->head.linear);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
-    for (int64_t layer = 0; layer < m->config.layers; layer++) block_drop(m, &micro->block[layer], false);
+    for (int64_t layer = 0; layer < m->config.layers; layer++) {
+        if (micro->block[layer]) block_drop(m, micro->block[layer], false);
+        free(micro->block[layer]);
+    }
     free(micro->block);
     free(micro->documents);
     *micro = (MicroBatch){0};
@@ -108,7 +111,8 @@ const char *micro_batch_first_bad(const Model *m, const MicroBatch *micro) {
         return text;
     }
     for (int layer = 0; layer < m->config.layers; layer++) {
-        const BlockKept *k = &micro->block[layer];
+        const BlockKept *k = micro->block[layer];
+        if (!k) continue;
         const struct {
             const char *name;
             Tensor tensor;

@@ -21,12 +21,12 @@
 
 static void drop_probs(void *context, Model *m, MicroBatch *micro, int layer) {
     (void)context;
-    m->sockets.attention.drop(m->sockets.attention.context, &micro->block[layer].attention);
+    m->sockets.attention.drop(m->sockets.attention.context, &micro->block[layer]->attention);
 }
 
 static void probs_again(void *context, Model *m, MicroBatch *micro, int layer) {
     (void)context;
-    BlockKept *kept = &micro->block[layer];
+    BlockKept *kept = micro->block[layer];
     int64_t d = config_head_size(&m->config);
     AttentionShape shape = {micro->b, micro->s, tensor_columns(kept->q) / d, tensor_columns(kept->k) / d,
                             d};
@@ -36,7 +36,7 @@ static void probs_again(void *context, Model *m, MicroBatch *micro, int layer) {
 
 static void drop_all_but_input(void *context, Model *m, MicroBatch *micro, int layer) {
     (void)context;
-    block_drop(m, &micro->block[layer], true);
+    block_drop(m, micro->block[layer], true);
 }
 
 static void forward_again(void *context, Model *m, MicroBatch *micro, int layer) {

@@ -131,7 +131,7 @@ static Tensor enter(Model *m, const MicroBatch *micro, Tensor x) {
 static Tensor mlp_forward(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     (void)context;
     const BlockParams *w = &m->block[layer];
-    MlpKept *kept = &micro->block[layer].mlp;
+    MlpKept *kept = &micro->block[layer]->mlp;
     const Sockets *sockets = &m->sockets;
     Tensor inside = enter(m, micro, x);
     int64_t n = tensor_rows(inside);
@@ -152,7 +152,7 @@ static Tensor mlp_forward(void *context, Model *m, MicroBatch *micro, int layer,
 static Tensor mlp_backward_input(void *context, Model *m, MicroBatch *micro, int layer, Tensor dy) {
     (void)context;
     const BlockParams *w = &m->block[layer];
-    MlpKept *kept = &micro->block[layer].mlp;
+    MlpKept *kept = &micro->block[layer]->mlp;
     const Sockets *sockets = &m->sockets;
     kept->dy = sockets->region.leave_backward(sockets->region.context, micro, dy);
     Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act);
@@ -175,7 +175,7 @@ static Tensor mlp_backward_input(void *context, Model *m, MicroBatch *micro, int
 static void mlp_backward_weight(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     (void)context;
     const BlockParams *w = &m->block[layer];
-    MlpKept *kept = &micro->block[layer].mlp;
+    MlpKept *kept = &micro->block[layer]->mlp;
     const Sockets *sockets = &m->sockets;
     Tensor inside = enter(m, micro, x);
     sockets->linear.backward_weight(sockets->linear.context, m, 1, &w->down, &kept->dy, kept->act,

@@ -128,7 +128,7 @@ void model_begin_step(Model *m, int64_t micro_batches) {
 
 Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
     const BlockParams *w = &m->block[layer];
-    BlockKept *kept = &micro->block[layer];
+    BlockKept *kept = micro->block[layer];
     Sockets *sockets = &m->sockets;
 
     kept->norm1 = norm_forward(m, w->norm1, kept->x, &kept->rstd1);
@@ -151,9 +151,19 @@ Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
     return y;
 }
 
+// Made where a block runs first: a rank of a pipeline runs a few of the model's blocks.
+static BlockKept *kept_of(MicroBatch *micro, int layer) {
+    BlockKept **kept = &micro->block[layer];
+    if (!*kept) {
+        *kept = host_alloc(sizeof **kept);
+        **kept = (BlockKept){0};
+    }
+    return *kept;
+}
+
 static void block_forward(Model *m, MicroBatch *micro, int layer) {
     int unit = m->first_block_unit + layer;
-    micro->block[layer].x = take(&micro->x);
+    kept_of(micro, layer)->x = take(&micro->x);
     acquire(m, unit, FORWARD);
     micro->x = block_compute(m, micro, layer);
     release(m, unit, FORWARD);
@@ -164,7 +174,7 @@ static void block_forward(Model *m, MicroBatch *micro, int layer) {
 
 static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     const BlockParams *w = &m->block[layer];
-    BlockKept *kept = &micro->block[layer];
+    BlockKept *kept = micro->block[layer];
     Sockets *sockets = &m->sockets;
     int unit = m->first_block_unit + layer;
     acquire(m, unit, BACKWARD);
@@ -208,7 +218,7 @@ static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
 
 static void block_backward_weight(Model *m, MicroBatch *micro, int layer) {
     const BlockParams *w = &m->block[layer];
-    BlockKept *kept = &micro->block[layer];
+    BlockKept *kept = micro->block[layer];
     int unit = m->first_block_unit + layer;
 
     begin_gradient(m, unit);

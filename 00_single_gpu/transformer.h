@@ -87,7 +87,7 @@ typedef struct MicroBatch {
     double grad_scale;   // of its gradient: the same, times Model.grad_scale
     Tensor x;            // (n, h) forward: output of the last unit that ran
     Tensor dx;           // (n, h) backward: gradient at that unit's input
-    BlockKept *block;    // (L)
+    BlockKept **block;   // (L) made by the block's forward; NULL: it has not run on this rank
     HeadKept head;
     Tensor loss;          // (1) f64: what this micro-batch adds to the mean loss of the global batch
     int embedding_parts;  // Ws still to add to the embedding's gradient: with tied weights 2 on one device

@@ -48,7 +48,7 @@ static void move_to_own_place(const ZeroR *z, Tensor *flowing) {
 
 static void keep_own_part(void *context, Model *m, MicroBatch *micro, int layer) {
     const ZeroR *z = context;
-    BlockKept *kept = &micro->block[layer];
+    BlockKept *kept = micro->block[layer];
     block_drop(m, kept, true);
     int64_t first, count = zero_part(tensor_count(kept->x), z->tp.rank, z->tp.size, &first);
     Tensor own = new_checkpoint(z, micro, kept->x.dtype, count, layer);
@@ -60,7 +60,7 @@ static void keep_own_part(void *context, Model *m, MicroBatch *micro, int layer)
 
 static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int layer) {
     const ZeroR *z = context;
-    BlockKept *kept = &micro->block[layer];
+    BlockKept *kept = micro->block[layer];
     move_to_own_place(z, &micro->dx);
     Tensor x = tensor_new(MEMORY_ACTIVATION, kept->x.dtype, SHAPE(micro->b * micro->s, m->config.hidden));
     int64_t first, counts[z->tp.size];

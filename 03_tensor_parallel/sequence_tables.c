@@ -102,7 +102,7 @@ static Shapes shapes_of(const Config *config, Mesh mesh) {
     chunk_forward(m, &micro, (Chunk){0, 0, true, false});
     at(&s, 1, micro.x, rows, h);
     chunk_forward(m, &micro, (Chunk){0, 1, false, false});
-    const BlockKept *kept = &micro.block[0];
+    const BlockKept *kept = micro.block[0];
     clock_reset();
     at(&s, 2, kept->norm2, rows, h);
     Tensor inside = sockets->region.enter(sockets->region.context, &micro, kept->norm2);

@@ -155,7 +155,7 @@ static MoeKept *kept_new(Moe *moe, MicroBatch *micro, int layer) {
     CHECK(kept->linear, "out of host memory for a block's experts");
     kept->training = micro->index >= 0;
     kept->s = micro->s;
-    micro->block[layer].mlp.more = kept;
+    micro->block[layer]->mlp.more = kept;
     return kept;
 }
 
@@ -195,7 +195,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
 static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int layer, Tensor dy) {
     Moe *moe = context;
     const Sockets *sockets = &m->sockets;
-    MoeKept *kept = micro->block[layer].mlp.more;
+    MoeKept *kept = micro->block[layer]->mlp.more;
     Tensor dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
     moe_at(moe, ENDS);  // what led here: the blocks behind
     kept->dout = moe->dispatch.combine_backward(moe->dispatch.context, kept, dy, dweights);
@@ -217,7 +217,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
 static void backward_weight(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     Moe *moe = context;
     const Sockets *sockets = &m->sockets;
-    const MoeKept *kept = micro->block[layer].mlp.more;
+    const MoeKept *kept = micro->block[layer]->mlp.more;
     int unit = unit_of(m, layer);
     router_gradient(moe, layer, kept, x);
     if (m->config.shared_experts)

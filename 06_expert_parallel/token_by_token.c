@@ -163,7 +163,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     int64_t n = tensor_rows(x), k = m->config.top_k, f = config_expert_width(&m->config);
     Plain *p = calloc(1, sizeof *p);
     CHECK(p, "out of host memory for a block's experts");
-    micro->block[layer].mlp.more = p;
+    micro->block[layer]->mlp.more = p;
     choose_all(m, micro, layer, p, x);
     drop_some(&m->config, p, n, micro->s);
     p->gate = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, f));
@@ -192,7 +192,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     const Sockets *dense = context;
     const BlockParams *w = &m->block[layer];
     const Config *c = &m->config;
-    Plain *p = micro->block[layer].mlp.more;
+    Plain *p = micro->block[layer]->mlp.more;
     int64_t n = tensor_rows(dy), k = c->top_k, e = c->experts;
     routing_count(m, &p->routed);
     p->dgate = tensor_like(MEMORY_ACTIVATION, p->gate);
@@ -232,7 +232,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
 static void backward_weight(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     const Sockets *dense = context;
     const BlockParams *w = &m->block[layer];
-    const Plain *p = micro->block[layer].mlp.more;
+    const Plain *p = micro->block[layer]->mlp.more;
     int64_t n = tensor_rows(x), k = m->config.top_k;
     int unit = m->first_expert_unit + layer;
     op_matmul(param_grad(&m->params, w->router), p->dlogits, x, true, false, 1);

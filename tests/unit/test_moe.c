@@ -437,7 +437,7 @@ static double loss_with_balance(const Case *c) {
     double loss = loss_value(micro.loss);
     const Moe *routed = c->plug;
     for (int64_t layer = 0; layer < c->config.layers; layer++) {
-        const MoeKept *kept = micro.block[layer].mlp.more;
+        const MoeKept *kept = micro.block[layer]->mlp.more;
         Tensor losses = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(tensor_rows(kept->logits))),
                unused = tensor_like(MEMORY_ACTIVATION, kept->logits);
         op_fill(unused, 0);
@@ -495,7 +495,7 @@ static void logits_are_not_rounded_to_16_bits(void **state) {
     Case c = case_new("experts=5 top-k=2 dtype=bf16", &moe, RECOMPUTE_NONE);
     MicroBatch micro = micro_batch(&c, 0);
     model_forward(c.model, &micro);
-    Tensor logits = ((MoeKept *)micro.block[0].mlp.more)->logits,
+    Tensor logits = ((MoeKept *)micro.block[0]->mlp.more)->logits,
            narrow = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(14, 5)),
            rounded = tensor_like(MEMORY_ACTIVATION, logits);
     op_copy(narrow, logits);
@@ -528,7 +528,7 @@ static void each_layer_has_biases_of_its_own(void **state) {
         model_begin_step(m, 1);
         model_forward(m, &micro);
         for (int layer = 0; layer < 2; layer++) {
-            const MoeKept *kept = micro.block[layer].mlp.more;
+            const MoeKept *kept = micro.block[layer]->mlp.more;
             for (int64_t i = 0; i < e; i++) own[layer][i] = kept->own[i];
             double logits[14 * 5];
             int32_t chosen[14 * 2];

@@ -72,6 +72,7 @@ static void the_first_bad_tensor_is_named(void **state) {
     Model *m = model_new(&c, mesh_single());
     model_allocate(m);
     MicroBatch micro = some_batch(m, 0);
+    assert_null(micro_batch_first_bad(m, &micro));  // no block has run
     model_forward(m, &micro);
     assert_null(micro_batch_first_bad(m, &micro));
     struct {
@@ -80,14 +81,14 @@ static void the_first_bad_tensor_is_named(void **state) {
     } bad[] = {
         {"head logits", micro.head.logits},
         {"head x", micro.head.x},
-        {"block 1 up", micro.block[1].mlp.up},
-        {"block 1 gate", micro.block[1].mlp.gate},
-        {"block 1 norm2", micro.block[1].norm2},
-        {"block 1 x2", micro.block[1].x2},
-        {"block 1 v", micro.block[1].v},
-        {"block 0 k", micro.block[0].k},
-        {"block 0 q", micro.block[0].q},
-        {"block 0 norm1", micro.block[0].norm1},
+        {"block 1 up", micro.block[1]->mlp.up},
+        {"block 1 gate", micro.block[1]->mlp.gate},
+        {"block 1 norm2", micro.block[1]->norm2},
+        {"block 1 x2", micro.block[1]->x2},
+        {"block 1 v", micro.block[1]->v},
+        {"block 0 k", micro.block[0]->k},
+        {"block 0 q", micro.block[0]->q},
+        {"block 0 norm1", micro.block[0]->norm1},
         {"weight lm_head.weight", param_value(&m->params, params_find(&m->params, "lm_head.weight"))}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         if (!tensor_exists(bad[i].tensor)) continue;
@@ -205,7 +206,7 @@ static void input_gradients_free_what_weights_do_not_need(void **state) {
     const Chunk whole = {0, (int)c.layers, true, true};
     chunk_backward_input(m, &micro, whole);
     for (int64_t i = 0; i < c.layers; i++) {
-        const BlockKept *kept = &micro.block[i];
+        const BlockKept *kept = micro.block[i];
         const Tensor done[] = {kept->x, kept->rstd1, kept->q,     kept->k,
                                kept->v, kept->x2,    kept->rstd2, kept->attention.probs};
         static const char *const name[] = {"x", "rstd1", "q", "k", "v", "x2", "rstd2", "probs"};
