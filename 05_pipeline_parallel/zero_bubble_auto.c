@@ -150,20 +150,21 @@ static void keep_better(Best *best, Schedule s, Durations d) {
 //
 // In training every pass counts as 1 and the limit is p (pipeline_wish); `schedule` takes other times.
 Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
-    static const double lateness[] = {0, 0.25, 0.5, 0.75, 1};
-    const int lead[] = {0, p / 2, p};
+    enum { LATENESSES = 5, LEADS = 3 };
+    static const double lateness[LATENESSES] = {0, 0.25, 0.5, 0.75, 1};
+    const int lead[LEADS] = {0, p / 2, p};
     Best best = {.makespan = INFINITY};
     double *ends = host_alloc(sizeof(double) * 2 * (size_t)p * (size_t)m);
-    for (int choice = 0; choice < 5 * 3 * 2 * 2; choice++) {
-        Heuristics heuristics = {.lateness = lateness[choice / 12] * d.W,
-                                 .lead = lead[choice / 4 % 3],
-                                 .makes_room = choice / 2 % 2 == 0,
-                                 .turns = choice % 2 == 0};
-        Schedule s = schedule_new("zb_auto", p, m, p, 1);
-        Simulation sim = {&s, d, heuristics, p, m, limit, {{0}}};
-        simulate(&sim, ends);
-        keep_better(&best, s, d);
-    }
+    for (int i = 0; i < LATENESSES; i++)
+        for (int j = 0; j < LEADS; j++)
+            for (int makes_room = 1; makes_room >= 0; makes_room--)
+                for (int turns = 1; turns >= 0; turns--) {
+                    Heuristics heuristics = {lateness[i] * d.W, turns, makes_room, lead[j]};
+                    Schedule s = schedule_new("zb_auto", p, m, p, 1);
+                    Simulation sim = {&s, d, heuristics, p, m, limit, {{0}}};
+                    simulate(&sim, ends);
+                    keep_better(&best, s, d);
+                }
     for (int level = 1; level <= 2; level++) {
         Schedule s = schedule_zero_bubble(p, m, level);
         if (schedule_most(&s).held_to_w <= limit) keep_better(&best, s, d);

@@ -24,23 +24,24 @@ static const char *const kind_name[KINDS] = {"weights", "gradients", "optimizer"
 static const MemoryKind kinds[KINDS] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_OPTIMIZER,
                                         MEMORY_ACTIVATION};
 
+typedef enum Share { ALL, PART } Share;  // all on every rank, or a shard
+
 typedef struct Method {
     const char *name;
     int dp, pp, cp, tp, ep, zero;  // ep 0: a dense model
     bool sp;
-    const char *states, *kept;  // how much a rank has of weights, gradients, optimizer; of activations
+    Share has[KINDS];  // how much a rank has, as the chapters say it, of each of `kinds`
 } Method;
 
-// As the chapters say it: "all" on every rank, or "part".
 static const Method methods[] = {
-    {"DP", 8, 1, 1, 1, 0, 0, false, "all all all", "all"},
-    {"ZeRO-1", 8, 1, 1, 1, 0, 1, false, "all all part", "all"},
-    {"ZeRO-2", 8, 1, 1, 1, 0, 2, false, "all part part", "all"},
-    {"ZeRO-3", 8, 1, 1, 1, 0, 3, false, "part part part", "all"},
-    {"TP, SP", 1, 1, 1, 8, 0, 0, true, "part part part", "part"},
-    {"CP", 1, 1, 8, 1, 0, 0, false, "all all all", "part"},
-    {"PP", 1, 8, 1, 1, 0, 0, false, "part part part", "all"},
-    {"DP 2 PP 2 TP 2, ZeRO-1", 2, 2, 1, 2, 0, 1, true, "part part part", "part"},
+    {"DP", 8, 1, 1, 1, 0, 0, false, {ALL, ALL, ALL, ALL}},
+    {"ZeRO-1", 8, 1, 1, 1, 0, 1, false, {ALL, ALL, PART, ALL}},
+    {"ZeRO-2", 8, 1, 1, 1, 0, 2, false, {ALL, PART, PART, ALL}},
+    {"ZeRO-3", 8, 1, 1, 1, 0, 3, false, {PART, PART, PART, ALL}},
+    {"TP, SP", 1, 1, 1, 8, 0, 0, true, {PART, PART, PART, PART}},
+    {"CP", 1, 1, 8, 1, 0, 0, false, {ALL, ALL, ALL, PART}},
+    {"PP", 1, 8, 1, 1, 0, 0, false, {PART, PART, PART, ALL}},
+    {"DP 2 PP 2 TP 2, ZeRO-1", 2, 2, 1, 2, 0, 1, true, {PART, PART, PART, PART}},
 };
 enum { METHODS = sizeof methods / sizeof *methods };
 
@@ -112,15 +113,12 @@ static void print_sent(const Method *method, const StepCost *cost, const Need *n
 
 // A shard is less than half of the whole: besides it there are units in use, or a stage has the head.
 static void check_shares(const Method *method, const Need *need, const Need *one) {
-    char said[64];
-    snprintf(said, sizeof said, "%s %s", method->states, method->kept);
-    char *word = strtok(said, " ");
-    for (int i = 0; i < KINDS; i++, word = strtok(NULL, " ")) {
+    for (int i = 0; i < KINDS; i++) {
         double share = need->bytes[i] / one->bytes[i];
-        bool part = !strcmp(word, "part");
+        bool part = method->has[i] == PART;
         report_that(part ? share < 0.5 : share > 0.7,
                     "%s: a rank has %.2f of the %s, where it should have %s", method->name, share,
-                    kind_name[i], word);
+                    kind_name[i], part ? "part" : "all");
     }
 }
 
@@ -138,11 +136,11 @@ static void print_method(const Method *method, const Need *one, Need *own) {
 }
 
 static void print_methods(const Config *config) {
-    static const Method alone = {"one device", 1, 1, 1, 1, 0, 0, false, "", ""};
+    static const Method alone = {"one device", 1, 1, 1, 1, 0, 0, false, {ALL}};
     static const Method experts[] = {
-        {"8 experts, one device", 1, 1, 1, 1, 1, 0, false, "", ""},
-        {"8 experts, DP", 8, 1, 1, 1, 1, 0, false, "all all all", "all"},
-        {"8 experts, DP and EP 8", 8, 1, 1, 1, 8, 0, false, "part part part", "all"}};
+        {"8 experts, one device", 1, 1, 1, 1, 1, 0, false, {ALL}},
+        {"8 experts, DP", 8, 1, 1, 1, 1, 0, false, {ALL, ALL, ALL, ALL}},
+        {"8 experts, DP and EP 8", 8, 1, 1, 1, 8, 0, false, {PART, PART, PART, ALL}}};
     Need one, need;
     say("\nLlama 3 8B in bf16, 8 sequences of %d tokens, 8 ranks of %s: shares of what one\ndevice holds, "
         "bytes that rank 0 sends in a step, and milliseconds on the model clock",
