@@ -89,6 +89,7 @@ typedef enum Moment {
     AMID,
     ENDS  // of a stretch of compute
 } Moment;
+static inline bool moment_computes(Moment m) { return m == BEGINS || m == AMID || m == ENDS; }
 
 struct Moe {
     Model *model;

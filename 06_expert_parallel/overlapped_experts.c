@@ -57,7 +57,7 @@ static void at(void *context, Moment moment) {
     Overlap *o = context;
     int me = o->now, other = 1 - me;
     if (!o->running || o->done[other]) return;
-    if (moment >= BEGINS && o->left[other] != WAITS_TO_SEND) return;
+    if (moment_computes(moment) && o->left[other] != WAITS_TO_SEND) return;
     o->left[me] = moment;
     go_on_with(o, other);
 }
@@ -87,7 +87,7 @@ static void prepare(Overlap *o, int pass) {
     context->uc_stack.ss_size = STACK;
     context->uc_link = NULL;
     o->done[pass] = false;
-    o->left[pass] = BEGINS;
+    o->left[pass] = BEGINS;  // with nothing to send yet, so the other one computes on until it waits
     makecontext(context, (void (*)(void))begin_pass, 2, (unsigned)self, (unsigned)(self >> 32));
 }
 
