@@ -43,6 +43,8 @@ const Fp8Recipe fp8_recipes[] = {
 };
 const int fp8_recipe_count = sizeof fp8_recipes / sizeof *fp8_recipes;
 
+bool fp8_own_state(const Fp8Recipe *r) { return r->master != F64; }  // not STANDARD
+
 static const Fp8Recipe *recipe_of(const Config *c) {  // NULL: none
     int chosen = (int)config_number(c, "fp8");
     return chosen ? &fp8_recipes[chosen - 1] : NULL;
@@ -58,7 +60,7 @@ static int64_t tile_of(const Config *c, const Fp8Recipe *r) {
 // With --dtype f64 nothing is stored in fewer bits: such a run proves that the right ranks share a scale.
 static void recipe(Recipe *recipe, const Config *c) {
     const Fp8Recipe *r = recipe_of(c);
-    if (r && r->master != F64 && c->dtype != F64) {
+    if (r && fp8_own_state(r) && c->dtype != F64) {
         recipe->master = r->master;
         recipe->sum = r->add;
         recipe->moment = r->moment;
@@ -128,12 +130,12 @@ static void check(const Config *c) {
           "--fp8 with --tp %ld and --kv-heads %ld: ranks that copy a head would each round their part of "
           "its gradient; --tp %ld would fit",
           c->tp, c->kv_heads, c->kv_heads);
-    CHECK(r->moment == F64 || c->dtype == F64 || !config_number(c, "gradient"),
+    CHECK(!fp8_own_state(r) || c->dtype == F64 || !config_number(c, "gradient"),
           "--fp8 %s stores gradients in %s: leave out --gradient f32", r->name, dtype_name(r->gradient));
-    CHECK(r->master == F64 || c->dtype == F64 ||
+    CHECK(!fp8_own_state(r) || c->dtype == F64 ||
               !(config_number(c, "master") || config_number(c, "sum") || config_number(c, "rounding")),
           "--fp8 %s has masters and sums of its own: leave out --master, --sum and --rounding", r->name);
-    CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
+    CHECK(!fp8_own_state(r) || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
           r->name);
     CHECK(!r->history || c->dtype != F16 || !config_number(c, "loss-scale") || !(c->save || c->resume),
@@ -165,7 +167,7 @@ static void *plug(Model *m) {
     const Fp8Recipe *r = recipe_of(&m->config);
     if (!r) return NULL;
     Fp8 *f = host_alloc(sizeof *f);
-    bool narrow = r->moment != F64 && m->config.dtype != F64 && m->config.optimizer == OPTIMIZER_ADAMW;
+    bool narrow = fp8_own_state(r) && m->config.dtype != F64 && m->config.optimizer == OPTIMIZER_ADAMW;
     *f = (Fp8){fp8_linear_plug(m, r, tile_of(&m->config, r)), narrow ? fp8_state_plug(m) : NULL};
     return f;
 }

@@ -29,7 +29,7 @@ typedef struct Fp8Recipe {
     ScaleRule rule;
     int history;  // steps, of delayed scaling; 0: current
     CodesSum sum;
-    // What the optimizer stores; F64: as the standard recipe of the run's dtype
+    // What the optimizer stores; all F64: as the standard recipe of the run's dtype (fp8_own_state)
     DType master, add, moment, second;
     DType gradient;   // of one micro-batch, as it is stored
     double playbook;  // bytes per parameter in the playbook's table; 0: no row
@@ -40,6 +40,7 @@ typedef struct Fp8Recipe {
 enum { NO_FP8, TE_DELAYED, TE_CURRENT, FP8_LM, DEEPSEEK, NANOTRON, MXFP8 };
 extern const Fp8Recipe fp8_recipes[];
 extern const int fp8_recipe_count;
+bool fp8_own_state(const Fp8Recipe *recipe);  // whether it says what the optimizer stores
 
 extern const Technique fp8_recipe;  // --fp8, --fp8-tile, --fp8-wire
 // Of a trainer with a recipe: its linear; bytes of casts and scales, on this rank.

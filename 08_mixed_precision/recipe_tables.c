@@ -179,7 +179,7 @@ typedef struct Row {
 
 // In a recipe with its own state, the table's weights are codes, and what the optimizer updates is separate:
 // masters or, if these are bf16, the weights from which the emulation casts.
-static bool steps_beside_codes(const Fp8Recipe *r) { return r && r->master != F64; }
+static bool steps_beside_codes(const Fp8Recipe *r) { return r && fp8_own_state(r); }
 
 static Row row_of(const Recipe *is, const Fp8Recipe *r) {
     double stored = (double)dtype_size(is->weight), master = (double)dtype_size(is->master);
@@ -243,7 +243,7 @@ static void show_bytes(const char *data) {
         const Fp8Recipe *r = &fp8_recipes[i];
         if (!r->playbook) continue;
         Config c = fp8_small(data, i + 1, "steps=1");
-        if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
+        if (!fp8_own_state(r)) c.dtype = F32;  // Transformer Engine steps the model's own weights
         show_row(r->name, &c, fp8_one_device, r, r->playbook);
     }
     say("  (in no column: scales; a second cast of 1 byte, in te-delayed and te-current both casts; and the\n"
