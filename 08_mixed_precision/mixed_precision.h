@@ -70,7 +70,7 @@ void fp8_tables(const char *data);  // small_text
 // recipe_training.c: losses, casts, 8 bits in flight, learning rates
 void fp8_training(Mesh mesh, const Config *config);
 extern const Technique *const fp8_one_device[];
-// A small model in bf16; recipe: NO_FP8 …; data and more: as in small_model.
+// A small model in bf16, whose tiles have 16 elements; recipe: NO_FP8 …; data and more: as in small_model.
 Config fp8_small(const char *data, int recipe, const char *more);
 void fp8_set(Config *config, int recipe);  // --fp8, with its standard tiles, sent in 16 bits
 // recipe_outliers.c: training with an outlier in the activations

@@ -90,7 +90,6 @@ static char *plant_corpus(void) {
 static double last_loss(const char *corpus, int recipe, int power) {
     Config c = fp8_small(corpus, recipe, "lr=0.003 hidden=64 ffn=96 clip=0");
     c.steps = STEPS;
-    if (recipe) config_set(&c, "fp8-tile", 16);
     config_set(&c, "outlier", power);
     return run_of(&c, (const Technique *[]){&fp8_recipe, &planted, NULL}).last;
 }

@@ -21,6 +21,8 @@ Config fp8_small(const char *data, int recipe, const char *more) {
     Config c = small_model(data, text);
     free(text);
     fp8_set(&c, recipe);
+    // Standard tiles are no smaller than hidden: a row of x would be a single tile.
+    if (recipe && fp8_recipes[recipe - 1].tile) config_set(&c, "fp8-tile", 16);
     return c;
 }
 
