@@ -21,7 +21,7 @@
 // learning rates of Megatron-LM and DeepSpeed wait for a step that is made). Losses and norms are printed
 // without the scale; checkpoints hold it. The moments stay in f32 as well (--moments).
 // Memory per parameter and bytes sent: as bf16.c.
-// Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3, --moments f16 …)
+// Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3 …)
 // Last line: PASS fp16: the ranks reproduce the single-device step; each trick fixes its own failure …
 #include <math.h>
 #include <stdlib.h>
