@@ -76,6 +76,8 @@ static void share(Hybrid *h, Model *m, int unit) {
     h->sharing[unit] = comm_all_reduce(m->params.unit[unit].own_grads, REDUCE_SUM, h->across);
 }
 
+// ZeRO-3's `ready` ends the reduction of the unit before, and then zero->reducing has changed; or it leaves
+// it in flight (zero3_per_step.c, if this gradient is not final).
 static void ready(void *context, Model *m, int unit, bool last) {
     Hybrid *h = context;
     int before = h->zero->reducing;

@@ -32,9 +32,11 @@ typedef struct Zero {
     ZeroGather gather;    // zero1, zero2
     bool prefetch;        // zero3: a unit's weights are gathered while the unit before it computes
     Request **reduction;  // (units) of gradients, started and not yet waited for; else NULL
-    Request **gathering;  // (units) of weights, likewise
-    int reducing;         // zero2, zero3: the unit whose gradient is being reduced, or -1 …
-    Tensor gradient;      // … and this gradient, whole
+    Request **gathering;  // (units) of weights, likewise; the second half of the same allocation
+    // zero2, zero3: the unit whose gradient is being reduced, or -1. `ready` ends a reduction before it
+    // starts the next, `finish` ends the last, and nothing else changes this: hybrid_zero.c relies on it.
+    int reducing;
+    Tensor gradient;      // this gradient, whole
     bool at_head;         // zero3: between acquiring and releasing the head
     bool backward;        // zero3: the last acquired block is in its backward
 } Zero;

@@ -25,7 +25,7 @@
 typedef struct Async {
     Group tp;
     Sockets before;       // those it replaced: their linear multiplies each piece
-    Request **in, **out;  // (tp) by step: the requests in flight
+    Request **in, **out;  // (tp) by step: the requests in flight; `out` is the second half of `in`
     Tensor coming;        // (n, h) whose rows are arriving; {0}: none
     Tensor leaving;       // (n, h) partial, whose rows are being sent to their ranks; {0}: none
     Tensor parts;         // (tp, rows, h) each rank's part of this rank's rows of `leaving`

@@ -110,7 +110,7 @@ static void *plug(Model *m) {
 typedef struct AtWork {
     const Model *m;
     const Pipeline *p;
-    bool *whole, *summed;  // (units) what begin and add_up have made
+    bool *whole, *summed;  // (units) what begin and add_up have made; two halves of one allocation
     int64_t *left;         // (units) how often it will still be ready
     int *parts;            // (m) of the embedding's gradient, still to come
     int reducing;
