@@ -144,8 +144,9 @@ static void print_gpt3(void) {
 
 // "The overall effect is thus often faster computation as well": attention that recomputes its scores tile by
 // tile (flash.c) neither writes them to memory nor reads them back. The clock charges stored ones one write
-// and one read; whether to compute them again is faster even so depends on the GPU's FLOP/s beside its
-// bytes/s of memory: 295 FLOPs for each byte on an H100, 153 on an A100.
+// and one read of the whole square; whether to compute them again is faster depends on the GPU's FLOP/s
+// beside its bytes/s of memory: 295 FLOPs for each byte on an H100, 153 on an A100. At 2,048 tokens the two
+// are equal on an H100.
 static double flash_time(const char *machine, int64_t s, double *flops, double *kept) {
     clock_set_machine(machine_find(machine));
     char *defaults = format_text("seq=%lld dtype=bf16 micro-batch=1 steps=1", (long long)s);

@@ -15,7 +15,8 @@
 // With contiguous tokens and a causal mask, rank 0 computes in hop 0 only, rank N - 1 in every hop.
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements of e bytes in a chunk: forward
 // (N - 1) C e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) calls, to one neighbour.
-// Memory per rank: two chunks of K/V besides its own; in backward also three of dK/dV in f32.
+// Memory per rank: two chunks of K/V besides its own; in backward also three of dK/dV in f32. (From 4 ranks
+// on; fewer hold less, as a chunk is not sent on in the last hop.)
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp …)
 // Last line: PASS ring_attention: ranks that shard every sequence reproduce the single-device step …
 #include <math.h>
@@ -258,6 +259,7 @@ static void error_of_16_bits(const Config *config) {
         "or less",
         ring.cp.size, plural(ring.cp.size), growth);
     report_number("bf16", "error of cp over that of cp 1", growth, "");
+    // Sums of chunks are f32, so it is 1; if they were bf16, it would grow with the number of chunks.
     report_that(growth <= 1.5,
                 "attention in bf16 against f64: on %d ranks its error is %.2f times that of one, expected "
                 "1.5 or less: are chunks merged in bf16?",

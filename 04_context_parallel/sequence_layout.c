@@ -1,5 +1,6 @@
 // sequence_layout.c: which tokens of a sequence a rank of context parallelism has. Playbook: "Zig-Zag Ring
-// Attention – A Balanced Compute Implementation"; zig-zag: Llama 3; striped: Brandon et al. 2023.
+// Attention – A Balanced Compute Implementation"; zig-zag: Megatron-LM 2023, Llama 3; striped:
+// Brandon et al. 2023.
 //
 // Changes from 00_single_gpu: a rank has s / cp tokens of every sequence, and one function takes its
 // positions, tokens and labels (labels are shifted first: the next token may be on another rank). Under a

@@ -17,7 +17,8 @@
 // For a given n this grows with (N - 1) / N up to N = kv, and the ring's (N - 1) n 2 kv d e with N - 1;
 // beyond, copies of K and V are sent as well. Messages: 4 b all-to-alls forward and 8 b backward, each waited
 // for at once.
-// Memory per rank: a second copy of q, k, v and o while attention computes with them.
+// Memory per rank: a second copy of q, k, v and o while attention computes with them; in backward of q, k, v
+// and d_o, with f32 sums of dq, dk and dv.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
 // Last line: PASS ulysses: ranks that split the heads reproduce the single-device step …
 #include <stdlib.h>

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(BLOCK)
     const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
     const int query0 = first_query + own_warp() * OWN, end = (int)shape.s, keys = (int)keys_of(shape);
     const KeysSeen<Shape> seen(shape, tile_v + KEYS * D, first_query);
-    const float c = shape.scale * 1.44269504f;  // log2(e)
+    const float c = shape.scale * LOG2E;
     q += first * stride + head * D, o += first * stride + head * D;
     k += key_head, v += key_head, lse += (blockIdx.z * shape.a + head) * end;
     RunningRow row[ROWS][2];

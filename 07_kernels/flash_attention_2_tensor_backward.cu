@@ -35,7 +35,6 @@
 enum { WARPS = 8, BLOCK = 32 * WARPS, QUERIES = 64, OWN = 16, KEYS = WARPS * OWN };
 enum { FRAGMENTS = QUERIES / 8, HALF = FRAGMENTS / 2 };  // of a warp's rows of S'
 enum { ROWS = 2, QUARTERS = 4 };                         // of dQ: fragments of a warp, its share of columns
-constexpr float LOG2E = 1.44269504f;
 
 // Block (rows, head, sample), eight lanes a row: delta (b, a, s) = rowsum(dO O).
 template <class T, int D>

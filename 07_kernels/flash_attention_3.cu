@@ -15,8 +15,9 @@
 //     warpgroup 0    Q K1', P0 V0   softmax 1      Q K2', P1 V1   softmax 2
 //     warpgroup 1    softmax 0      Q K1', P0 V0   softmax 1      Q K2', P1 V1
 //
-// The tensor cores always have work, and one's products hide the other's softmax. The turn, an mbarrier, is
-// passed on once the products are issued. P0 V0 is in flight while softmax 1 begins; then O is rescaled.
+// The tensor cores nearly always have work (with heads of 128), and one's products hide the other's softmax.
+// The turn, an mbarrier, is passed on once the products are issued. P0 V0 is in flight while softmax 1
+// begins; then O is rescaled.
 //
 // wgmma reads K and V once for four warps, mma once for each: shared memory takes 0.88 of the tensor cores'
 // clocks instead of 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: 1.5% more products
@@ -132,9 +133,9 @@ __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, 
     wgmma_wait<0>(sum);
 }
 
-// Block (queries, head, sample), those with the most keys first. Of a multiprocessor's 65536 registers, a
-// producer's thread keeps 24, and a consumer's has 240; with TokenHeads, where the producer looks at
-// tokens, 40 and 232.
+// Block (queries, head, sample), those with the most keys first. Of the block's registers, 168 for each
+// thread at its launch, a producer's thread keeps 24, and a consumer's has 240; with TokenHeads, where the
+// producer looks at tokens, 40 and 232.
 template <class T, int D, bool TURNS, class Shape>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention(T *o, float *lse, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
@@ -163,12 +164,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
             produce<BOXES<D>>(m, &k, &v, shape, sample, first_query, head / (int)(shape.a / shape.kv) * D);
     } else {
         registers_take<Shape::EMPTY_ROWS ? 232 : 240>();
-        Softmax x = {shape.scale * 1.44269504f,
-                     {-INFINITY, -INFINITY},
-                     {},
-                     {},
-                     first_query + own_warp() * 16,
-                     sample};
+        Softmax x = {
+            shape.scale * LOG2E, {-INFINITY, -INFINITY}, {}, {}, first_query + own_warp() * 16, sample};
         float sum[D / 2] = {};
         mbarrier_wait(&q_full, 0);
         if (TURNS) consume_in_turns<T, D>(sum, &x, m, shape, first_query);

@@ -34,8 +34,6 @@
 // Last line: PASS flash_attention_3_backward: wgmma takes 0.41 of the modelled time of mma, and 0.68 of …
 #include "flash_backward_roles.h"
 
-constexpr float LOG2E = 1.44269504f;
-
 // Block (rows, head, sample), eight lanes a row: by tiles of queries, log2e lse of their rows and, behind
 // these, delta = rowsum(dO O). A row behind the last query has no weight.
 template <class T, int D, class Shape>

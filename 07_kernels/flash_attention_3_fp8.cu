@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         registers_take<232>();
         const float of_q = scales.q[(sample * shape.a + head) * gridDim.x + block];
         const Scales own = {NULL, scales.k + of_keys, scales.v + of_keys};
-        Softmax x = {shape.scale * 1.44269504f * of_q,
+        Softmax x = {shape.scale * LOG2E * of_q,
                      {-INFINITY, -INFINITY},
                      {},
                      {},

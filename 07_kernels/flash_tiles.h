@@ -10,6 +10,8 @@
 
 #include "flash_mask.h"
 
+constexpr float LOG2E = 1.44269504f;  // scores are scaled by it, so that e^x is 2^x
+
 enum { TILE = 32, THREADS = 64, SIDE = 8, EACH = TILE / SIDE, SCORE_PITCH = TILE + 8 };
 
 // Of backward; gradients have the shapes of what they are of.

@@ -6,8 +6,8 @@
 // (wgmma), which reads both from shared memory. A block has 128 x 256 of C, a warpgroup 64 of its rows, and
 // takes steps of 64. For a step, TMA writes 384 rows of 128 bytes; each of the 4 wgmma of each of 2
 // warpgroups reads 2 kB of A and 8 kB of B, once for its four warps. That is 1024 passes of shared memory
-// beside 2^22 FLOPs, which take an H100 1024 clocks; with mma, where each warp reads its own B, it would be
-// 1408 passes.
+// beside 2^22 FLOPs, which take an H100 1024 clocks; with mma, whose warps of 64 x 64 read A four times (and
+// B twice, as here), it would be 1408 passes.
 //
 // A tile is complete when its mbarrier has counted its bytes. In a plain ring of stages all warps wait for
 // one another at each step. The next version has roles instead: a producer, one thread of a warpgroup that

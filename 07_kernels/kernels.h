@@ -37,8 +37,8 @@ typedef struct KernelsOptions {
 
 // ---- a program, in the order of its calls ----
 
-// Begins the table. size: what the table is about, "C = A B of 4096 x 4096 matrices". limit: seconds that
-// no version can go below (kernels_limit).
+// Begins the table. size: what the table is about, "C = A B of 4096 x 4096 matrices". limit: the least
+// seconds that any version can take in the model (kernels_limit).
 void kernels_begin(const KernelsOptions *options, const char *size, double limit);
 const Gpu *kernels_gpu(void);
 // The least time, in seconds, of work that moves so many bytes to or from memory and computes so much.

@@ -31,7 +31,7 @@
 // against f64, at sizes that fill no tile, and at odd sizes and unaligned arrays, whose rows cp.async cannot
 // copy; counts equal the formulas.
 // Run: build/07_kernels/tensor_cores           (--gpu a100, --size 8192, --verbose)
-// Last line: PASS tensor_cores: 4 stages in bf16 take 0.09 of the least that f32 without them can …
+// Last line: PASS tensor_cores: 4 stages in bf16 take 0.09 of the least that f32 without tensor …
 #include "cuda/instructions.h"
 #include "sixteen_bits.h"
 

@@ -5,7 +5,7 @@
 // part runs at its peak, and all parts run concurrently, so the time is that of the busiest; latency is
 // hidden. Address arithmetic, control flow and launches are not counted. Device memory moves each distinct
 // sector of a launch once, as if L2 held all of them. An expf, logf, root or division is one instruction of
-// the special function unit: the multiply-adds around it (six or more in f32) are not counted. Three
+// the special function unit: the multiply-adds around it (two to six in f32) are not counted. Three
 // assumptions are against the GPU: no load hits L1, so every sector that a warp asks for comes from L2; the
 // clock of an H100 is the one at which its tensor cores reach their peak; and logf, which nvcc makes of
 // multiply-adds alone, counts as special. So a time from here is "modelled": an estimate, not a bound.

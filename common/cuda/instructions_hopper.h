@@ -144,8 +144,7 @@ __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int s
 
 // A warpgroup gives up registers, or takes those that others gave up; each of its threads then has
 // REGISTERS, a multiple of 8 from 24 to 256. A warpgroup that takes more than others give up waits for
-// ever. The kernel's __launch_bounds__ must say that one block fits, to which all of a multiprocessor's
-// registers belong.
+// ever. All are the block's own, as many as its threads had at launch, which __launch_bounds__ must fix.
 template <int REGISTERS>
 __device__ __forceinline__ void registers_give() {
     HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -27,8 +27,8 @@
 extern "C" {
 #endif
 
-// Assumed: 480 clocks for a load from memory (Luo et al., "Dissecting the NVIDIA Hopper Architecture through
-// Microbenchmarking", 2024), and some more for the unit that writes tiles.
+// Assumed: 480 clocks for a load from memory (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
+// Architecture", 2024), and some more for the unit that writes tiles.
 enum { COPY_LATENCY = 600 };
 
 typedef enum IssueKind {
