@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(BLOCK) norm(T *y, float *rstd, T *x_new, const
 
 // Block b has rows b, b + blocks, ...; dw_parts (blocks, h) (=) its part of dw. In shared memory and in the
 // parts words are in the order (N, packs), so that those of neighbouring threads are neighbours. With packs,
-// registers are limited so that four blocks fit on a multiprocessor; 0: nvcc may choose.
+// registers are limited so that four blocks fit on a multiprocessor: all run at once even on an A100, some of
+// whose 108 get three. 0: nvcc may choose.
 template <class T, int N, bool FUSED>
 __global__ void __launch_bounds__(BLOCK, N == 1 ? 0 : 4)
     norm_backward(T *dx, float *dw_parts, const T *dy, const T *x, const float *rstd, const T *w,
