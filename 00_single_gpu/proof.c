@@ -323,7 +323,8 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
     bool quiet = report_quiet(!config->verbose);
     Config own = *config;
     if (masked) own.save = NULL;
-    char *title = format_text("%d rank%s", mesh.world.size, plural(mesh.world.size));
+    char *title = format_text("%d rank%s%s", mesh.world.size, plural(mesh.world.size),
+                              masked ? " with ignored labels" : "");
     Column column[4], formula;
     Counted counted;
     Record record = record_counted(&own, mesh, techniques, masked, true, title, &counted, &formula);

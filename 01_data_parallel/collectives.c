@@ -239,8 +239,8 @@ static void barrier(Group w, double seconds) {
     double early = 0;
     for (int r = 0; r < w.size; r++) {
         double *t = all_times[r];
-        say("  rank %d slept %.4f s, and is after the barrier %.4f s after its start\n", r, t[1] - t[0],
-            t[2] - t[0]);
+        say("  rank %d slept %.4f s, and left the barrier %.4f s after it had begun to sleep\n", r,
+            t[1] - t[0], t[2] - t[0]);
         // Only ranks on one host are compared: hosts have no common clock.
         if (!strcmp(comm_host(w.member[r]), comm_host(w.member[w.rank]))) early += !(time[2] >= t[1]);
     }

@@ -177,7 +177,7 @@ static void buckets_are_full(Mesh mesh, const Config *config) {
                     "%lld make it full: too late",
                     i + 1, buckets, (long long)bytes, (long long)before, (long long)full);
     }
-    say("\nBuckets of gradients: %d, full at %s. Before its last unit, none has more than %s.", buckets,
+    say("\nBuckets of gradients: %d, full at %s. Without its last unit, the fullest would have %s.", buckets,
         bytes_text((double)full), bytes_text((double)most_before));
     if (buckets > 1) say("All but the last have %s or more.", bytes_text((double)least));
     trainer_free(t);

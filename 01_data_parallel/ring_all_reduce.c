@@ -287,8 +287,8 @@ static void prove_times(const Config *c, DType dtype, Group ring) {
     int far = 0;  // ranks on other nodes than rank 0
     for (int r = 0; r < ring.size; r++) far += clock_node(r) != clock_node(0);
     double alpha = 1e6 * (far ? m->network_latency : m->node_latency), bandwidth = far ? network : node;
-    say("\n%s, %d rank%s, %d of them on the node of rank 0: us on the model clock\n", m->device, ring.size,
-        plural(ring.size), ring.size - far);
+    say("\n%s, %d rank%s, %d of them on the node of rank 0: microseconds on the model clock\n", m->device,
+        ring.size, plural(ring.size), ring.size - far);
     say("  %-8s %10s = %10s + %8s    %10s = %10s + %8s  %8s  %10s\n", "K", "ring", "formula", "adds",
         "via rank 0", "formula", "adds", "/ ring", "all_reduce");
     device_dry_run(true);

@@ -21,7 +21,7 @@
 // Proof: copies are exact; products are within 4 times the error of the library's f32 product, each against
 // f64, at sizes that fill no block; counts equal the formulas.
 // Run: build/07_kernels/coalescing           (--gpu a100, --size 4096, --verbose)
-// Last line: PASS coalescing: by y takes 0.15 of the time of by x …
+// Last line: PASS coalescing: by y takes 0.15 of the modelled time of by x …
 #include "launch.h"
 
 enum { BLOCK = 256, STRIDE = 8, SIDE = 32 };  // SIDE x SIDE threads make a block of a product
@@ -172,5 +172,6 @@ int main(int argc, char **argv) {
     free(size);
     double ratio = kernels_seconds(BY_Y) / kernels_seconds(BY_X);
     say("by y takes %.2f of the modelled time of by x; the playbook has measured about 0.1", ratio);
-    return report_verdict("by y takes %.2f of the time of by x, sectors a step are 33 and 5", ratio);
+    return report_verdict("by y takes %.2f of the modelled time of by x, sectors a step are 33 and 5",
+                          ratio);
 }

@@ -291,6 +291,6 @@ int main(int argc, char **argv) {
             bytes_text(4 * (double)shape.a * words), bytes_text(32 * w.memory_sectors),
             32 * w.special_instructions / scores, w.flops / scores - 4 * d);
     }
-    return report_verdict("it stores %.1f times less, and takes %.2f of the time", (s + d) / (d + 1),
-                          kernels_seconds(FLASH) / kernels_seconds(STORED));
+    return report_verdict("it stores %.1f times less, and takes %.2f of the modelled time",
+                          (s + d) / (d + 1), kernels_seconds(FLASH) / kernels_seconds(STORED));
 }

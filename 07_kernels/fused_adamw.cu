@@ -26,7 +26,7 @@
 // Proof: w, m and v after three steps within 4 times the error of the same steps in f32 on the CPU, each
 // against f64; weights have the bits of bf16(w), and shards those of the whole; counts equal the formulas.
 // Run: build/07_kernels/fused_adamw           (--gpu a100, --verbose)
-// Last line: PASS fused_adamw: fused, a step takes 0.54 of the time …
+// Last line: PASS fused_adamw: fused, a step takes 0.54 of the modelled time …
 #include "cuda/gpu_numbers.h"
 #include "launch.h"
 
@@ -260,7 +260,7 @@ int main(int argc, char **argv) {
     kernels_begin(&options, size, kernels_limit(&options, 28.0 * (double)n, 0, 0));
     for (int v = 0; v < VERSIONS; v++) row(v, n);
     free(size);
-    return report_verdict("fused, a step takes %.2f of the time",
+    return report_verdict("fused, a step takes %.2f of the modelled time",
                           kernels_seconds(FUSED) / kernels_seconds(SEPARATE));
 }
 #endif

@@ -25,7 +25,7 @@
 // rounded where the kernel's is, each against f64, on odd and prime vocabularies, with logits of large
 // magnitude and of -inf, and with a row that has no target, but a NaN; twice the same bits.
 // Run: build/07_kernels/fused_cross_entropy           (--gpu a100, --vocabulary 32768, --verbose)
-// Last line: PASS fused_cross_entropy: fused, it takes 0.75 of the time, and a third of the memory …
+// Last line: PASS fused_cross_entropy: fused, it takes 0.75 of the modelled time, and a third of …
 #include "sixteen_bits.h"
 
 enum { BLOCK = 256, WARPS = BLOCK / 32 };
@@ -343,7 +343,7 @@ int main(int argc, char **argv) {
     begin(&options, 16, n, v);
     row<__nv_bfloat16>(FUSED, "fused, bf16", 32, n, v);
     row<__half>(FUSED, "fused, fp16", 32, n, v);
-    return report_verdict("fused, it takes %.2f of the time, and a third of the memory",
+    return report_verdict("fused, it takes %.2f of the modelled time, and a third of the memory",
                           kernels_seconds(FUSED) / kernels_seconds(STORED));
 }
 #endif

@@ -19,7 +19,7 @@
 // Proof: within 4 times the error of the same f32 steps on the CPU, against f64, with zero, infinities and
 // large magnitudes among the elements; counts equal the formulas.
 // Run: build/07_kernels/fused_elementwise           (--gpu a100, --verbose)
-// Last line: PASS fused_elementwise: fused, it takes 0.19 of the time …
+// Last line: PASS fused_elementwise: fused, it takes 0.19 of the modelled time …
 #include "launch.h"
 
 enum { BLOCK = 256 };
@@ -149,6 +149,6 @@ int main(int argc, char **argv) {
     report_equal("bytes an element, five kernels", 42,
                  formula(SEPARATE, (double)n).memory_sectors * per_element, "");
     report_equal("bytes an element, fused", 8, formula(FUSED, (double)n).memory_sectors * per_element, "");
-    return report_verdict("fused, it takes %.2f of the time",
+    return report_verdict("fused, it takes %.2f of the modelled time",
                           kernels_seconds(FUSED) / kernels_seconds(SEPARATE));
 }

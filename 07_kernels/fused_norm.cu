@@ -25,7 +25,7 @@
 // against f64, on odd and prime widths, with elements of large magnitude; rstd and dw have the error of f32;
 // the bytes equal the formulas exactly.
 // Run: build/07_kernels/fused_norm           (--gpu a100, --width 4096, --verbose)
-// Last line: PASS fused_norm: fused, forward takes 0.80 of the time, and backward 0.67 …
+// Last line: PASS fused_norm: fused, forward takes 0.80 of the modelled time, and backward 0.67 …
 #include "sixteen_bits.h"
 
 enum { BLOCK = 256, WARPS = BLOCK / 32 };
@@ -392,7 +392,7 @@ int main(int argc, char **argv) {
         row<__nv_bfloat16>(fused, "fused, bf16", fused == FORWARD_FUSED ? 46 : 64, n, (int)h);
         row<__half>(fused, "fused, fp16", fused == FORWARD_FUSED ? 46 : 64, n, (int)h);
     }
-    return report_verdict("fused, forward takes %.2f of the time, and backward %.2f",
+    return report_verdict("fused, forward takes %.2f of the modelled time, and backward %.2f",
                           kernels_seconds(FORWARD_FUSED) / kernels_seconds(FORWARD),
                           kernels_seconds(BACKWARD_FUSED) / kernels_seconds(BACKWARD));
 }

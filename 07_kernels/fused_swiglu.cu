@@ -22,7 +22,7 @@
 // kernel's are, each against f64, with gates at which e^g or e^-g overflows; a part that begins anywhere has
 // the bits of the whole; counts equal the formulas.
 // Run: build/07_kernels/fused_swiglu           (--gpu a100, --verbose)
-// Last line: PASS fused_swiglu: fused, forward takes 0.60 of the time, and backward 0.56 …
+// Last line: PASS fused_swiglu: fused, forward takes 0.60 of the modelled time, and backward 0.56 …
 #include "sixteen_bits.h"
 
 enum { BLOCK = 256 };
@@ -267,7 +267,7 @@ int main(int argc, char **argv) {
         row<__nv_bfloat16>(fused, "fused, bf16", fused == FORWARD_FUSED ? 31 : 40, n);
         row<__half>(fused, "fused, fp16", fused == FORWARD_FUSED ? 31 : 40, n);
     }
-    return report_verdict("fused, forward takes %.2f of the time, and backward %.2f",
+    return report_verdict("fused, forward takes %.2f of the modelled time, and backward %.2f",
                           kernels_seconds(FORWARD_FUSED) / kernels_seconds(FORWARD),
                           kernels_seconds(BACKWARD_FUSED) / kernels_seconds(BACKWARD));
 }

@@ -634,9 +634,11 @@ sub one_micro_batch {
     $wrong = '' if defined $one && $one !~ /FAIL/;
     return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
         if !length $wrong;
-    my ($usually) = $wrong =~ /: (usually .*)/ or return '';
+    my ($usually) = $wrong =~ /: (usually .*)/;
+    my ($factor) = $wrong =~ /scale (\S+?)[,;:]? .*by this factor/;
+    return '' if !$usually && !$factor;
     return 'With one micro-batch (--grad-acc 1)'
-        . ($wrong =~ /by this factor/ ? ' it is a plain factor' : '') . ": $usually.";
+        . ($factor ? " it is the plain factor $factor" : '') . ($usually ? ": $usually." : '.');
 }
 
 # Runs the proof once in a folder. Returns what is wrong first, or '', and what a pass has shown.

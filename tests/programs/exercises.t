@@ -222,6 +222,17 @@ perl -Itests/course -MGrade -e '
     exit("@passes" ne "5 fail  $one it passes, so ranks do sum: look"
         || "@fails" ne "5 fail: $share Is it summed? $one: $share.")'
 report $? "if one micro-batch passes, ranks do sum"
+# What is off by no whole factor with several micro-batches may be by one with a single one.
+perl -Itests/course -MGrade -e '
+    no warnings "redefine";
+    my ($said, $wrong) = ("With one micro-batch (--grad-acc 1) it is the plain factor", "");
+    *Grade::some = sub { "" };
+    *Grade::proof = sub { $wrong };
+    my $of = sub { $wrong = shift; Grade::one_micro_batch({}, ".", "a --ranks 2 --grad-acc 3", "gradients") };
+    exit($of->("off, scale 2; 12 of 12 fail, all by this factor: usually added twice") ne "$said 2: usually added twice."
+        || $of->("off, scale 0.25; 12 of 12 fail, all by this factor") ne "$said 0.25."
+        || $of->("off, scale 2.9; 12 of 12 fail") ne "")'
+report $? "the factor with one micro-batch is named"
 # One that replaces another is named, although both are also called elsewhere in the step.
 perl -Itests/course -MGrade -e '
     my $rows = "  all_reduce: calls of rank 0  predicted 76  measured 4  FAIL\n";
