@@ -159,7 +159,10 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
         for (int j = 0; j < LEADS; j++)
             for (int makes_room = 1; makes_room >= 0; makes_room--)
                 for (int turns = 1; turns >= 0; turns--) {
-                    Heuristics heuristics = {lateness[i] * d.W, turns, makes_room, lead[j]};
+                    Heuristics heuristics = {.lateness = lateness[i] * d.W,
+                                             .lead = lead[j],
+                                             .makes_room = makes_room,
+                                             .turns = turns};
                     Schedule s = schedule_new("zb_auto", p, m, p, 1);
                     Simulation sim = {&s, d, heuristics, p, m, limit, {{0}}};
                     simulate(&sim, ends);

@@ -53,10 +53,11 @@ static struct {
 // a CUDA error. It takes hundreds of MB at once, of which part may have been available.
 constexpr size_t LITTLE_MEMORY = 1 << 30;
 
-static char *text_of_memory(void) {
+// Nothing where memory is not the likely cause: what a network does is a system error.
+static const char *text_of_memory(ncclResult_t result) {
     size_t available, total;
-    if (cudaMemGetInfo(&available, &total) != cudaSuccess || available >= LITTLE_MEMORY)
-        return format_text("%s", "");
+    if (result != ncclUnhandledCudaError) return "";
+    if (cudaMemGetInfo(&available, &total) != cudaSuccess || available >= LITTLE_MEMORY) return "";
     return format_text(
         "; only %s of the GPU's %s are available, and NCCL needs some for its buffers: a smaller "
         "--micro-batch leaves it more, and NCCL_BUFFSIZE=1048576 makes them smaller; held now: %s",
@@ -68,10 +69,8 @@ void check_nccl(ncclResult_t result, const char *call) {
     CHECK(result != ncclInProgress,
           "NCCL's communicators are not to be non-blocking: unset NCCL_COMM_BLOCKING");
     const char *more = ncclGetLastError(NULL);
-    const bool may_lack_memory = result == ncclUnhandledCudaError;  // and no network's fault
     fatal("NCCL failed in %.*s: %s%s%s%s; with NCCL_DEBUG=WARN it says more", (int)strcspn(call, "("), call,
-          ncclGetErrorString(result), more && *more ? ": " : "", more ? more : "",
-          may_lack_memory ? text_of_memory() : "");
+          ncclGetErrorString(result), more && *more ? ": " : "", more ? more : "", text_of_memory(result));
 }
 
 static const char *version_text(int version) {

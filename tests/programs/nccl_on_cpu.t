@@ -104,6 +104,8 @@ ULTRASCALE_GEMM=timed:$work/gemm passes "ranks time multiplies for a later run" 
 [ 2 = "$(find "$work" -name 'gemm.*' -size +400c | wc -l)" ]  # of a line, and several kinds
 report $? "and each writes a file"
 ULTRASCALE_GEMM=read:$work/gemm passes "which chooses as their files say" ddp_naive --ranks 2 $small
+rm "$work/gemm.1"
+ULTRASCALE_GEMM=read:$work/gemm refused 'gemm.1: No such file' ddp_naive --ranks 2 $small
 passes "ddp_bucketed over NCCL, 2 ranks, bf16" ddp_bucketed --ranks 2 $small --dtype bf16
 passes "ddp_bucketed over NCCL, trusted calls" ddp_bucketed --ranks 2 $small --trust-calls
 
